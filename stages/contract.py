@@ -139,6 +139,7 @@ class StageConfig(BaseModel):
     INPUTS: ClassVar[dict[str, Input]] = {}
     OUTPUT: ClassVar[str] = "dataset"  # the kind of the main artifact
     SIDE_OUTPUTS: ClassVar[dict[str, str]] = {}  # name -> kind of further artifacts, used in a recipe as "step/name"
+    NEEDS_TORCH: ClassVar[bool] = True  # False, written in the body of `Config`: the stage starts without waiting for torch
 
     def holds(self) -> str | None:
         """For a stage that makes a dataset: what its rows are ("text", "chat", "preference", "prompt")."""
