@@ -49,7 +49,7 @@ class StageEnd(Exception):
 
 
 class Refused(StageEnd):
-    """The input or the configuration cannot be used. The message names the file, line or field, and the way to mend it."""
+    """Input or configuration cannot be used. The message names the file, line or field, and the way to mend it."""
 
     code = ExitCode.REFUSED
 
@@ -139,7 +139,7 @@ class StageConfig(BaseModel):
     INPUTS: ClassVar[dict[str, Input]] = {}
     OUTPUT: ClassVar[str] = "dataset"  # the kind of the main artifact
     SIDE_OUTPUTS: ClassVar[dict[str, str]] = {}  # name -> kind of further artifacts, used in a recipe as "step/name"
-    NEEDS_TORCH: ClassVar[bool] = True  # False, written in the body of `Config`: the stage starts without waiting for torch
+    NEEDS_TORCH: ClassVar[bool] = True  # False, in the body of `Config`: the stage starts without waiting for torch
 
     def holds(self) -> str | None:
         """For a stage that makes a dataset: what its rows are ("text", "chat", "preference", "prompt")."""
@@ -162,7 +162,9 @@ def _identity(model: BaseModel, exclude_defaults: bool) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
-        if _marked(info, NotIdentity) or (exclude_defaults and not info.is_required() and value == info.get_default(call_default_factory=True)):
+        if _marked(info, NotIdentity):
+            continue
+        if exclude_defaults and not info.is_required() and value == info.get_default(call_default_factory=True):
             continue
         result[name] = _plain(value, exclude_defaults)
     return result
@@ -313,7 +315,7 @@ def config_class(stage: str) -> type[StageConfig]:
     try:
         module = importlib.import_module(f"{package}.config")
     except ModuleNotFoundError as error:
-        if error.name and (package == error.name or error.name == f"{package}.config" or package.startswith(error.name + ".")):
+        if error.name and f"{package}.config.".startswith(error.name + "."):
             raise ValueError(f"there is no stage {stage!r} (no module {package}.config)") from None
         raise
     found = getattr(module, "Config", None)
