@@ -252,7 +252,8 @@ class StageContext(Generic[ConfigT]):
         output: empty folder; its files become the stage's artifact.
         work: saved progress under the stage's key.
         scratch: folder for temporary files, removed after the attempt.
-        emit: writes one event to standard output.
+        emit: writes one event to standard output; the process adds "time" and "step", the recipe's name of the step
+            (the training step of a metric, resumed or saved event is "at").
         stop: whether a stop was asked for (SIGTERM or SIGINT).
     """
 
@@ -290,13 +291,13 @@ class StageContext(Generic[ConfigT]):
 
     def metric(self, step: int, **values: float) -> None:
         """One row of the live metrics of this run."""
-        self.emit({"type": "metric", "step": step, "values": values})
+        self.emit({"type": "metric", "at": step, "values": values})
 
     def resumed(self, step: int) -> None:
-        self.emit({"type": "resumed", "step": step})
+        self.emit({"type": "resumed", "at": step})
 
     def saved(self, step: int, seconds: float) -> None:
-        self.emit({"type": "saved", "step": step, "seconds": round(seconds, 3)})
+        self.emit({"type": "saved", "at": step, "seconds": round(seconds, 3)})
 
     def summary(self, **metrics: float) -> None:
         """Final metrics for the record of the result and the run's table."""
