@@ -1,0 +1,198 @@
+"""The Prefect API that a run reports to: the one the user has set, or a server that lives as long as the run.
+
+Prefect can start a temporary server by itself, but that one stands in our process group, so that Ctrl-C ends it
+before the stopped run can say so, and it outlives a killed run. This one has a session of its own and watches its
+standard input: when the run is gone, however it went, the pipe closes and the server ends.
+
+Invariants:
+- An API that is set (`PREFECT_API_URL`, or a Prefect profile with one) is used as it is; nothing is started.
+- The server listens on 127.0.0.1 only, serves no pages, and sends no analytics.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+STARTUP_SECONDS = 120  # a cold start takes 20 to 28 s on a small machine; Prefect's own limit of 20 s fails there
+STOP_SECONDS = 10
+
+
+class NoServer(Exception):
+    """The Prefect server did not come up; the message says what it printed and how to go on without it."""
+
+
+def quiet_prefect() -> None:
+    """Set, unless the user has, what Prefect reads from the environment; call before prefect is imported.
+
+    No analytics, and only warnings on the console: its log goes to its API, the terminal belongs to the display.
+    """
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", str(STARTUP_SECONDS))
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
+
+
+def configured_api() -> str | None:
+    """The API URL of the environment or the active Prefect profile; None when there is none."""
+    if url := os.environ.get("PREFECT_API_URL"):
+        return url
+    from prefect.settings import get_current_settings
+
+    return get_current_settings().api.url
+
+
+def start_server() -> LocalServer | None:
+    """Begin to start a server unless an API is configured; `serving` waits for it. Returns at once."""
+    quiet_prefect()
+    return None if configured_api() else LocalServer()
+
+
+class LocalServer:
+    """A Prefect server in a process of its own, gone when this process is."""
+
+    def __init__(self) -> None:
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}/api"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "flows.local_server", str(self.port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": _with_this_package(os.environ.get("PYTHONPATH"))},
+        )
+        self._said: list[str] = []
+        threading.Thread(target=self._read, name="prefect-server-output", daemon=True).start()
+
+    def wait(self, seconds: float = STARTUP_SECONDS) -> None:
+        """Return once the server answers.
+
+        Raises:
+            NoServer: it ended, or did not answer in time.
+        """
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                raise NoServer(self._failure(f"ended with code {self._process.returncode} while it started"))
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                    if answer.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        raise NoServer(self._failure(f"did not answer within {seconds:.0f} s"))
+
+    def stop(self) -> None:
+        """End the server, by force when it does not go by itself. Safe to call twice."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdin and not self._process.stdin.closed:
+            self._process.stdin.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._said = [*self._said[-19:], line.decode(errors="replace").rstrip()]
+
+    def _failure(self, what: str) -> str:
+        said = f" It said:\n{chr(10).join(self._said)}\n" if self._said else " "
+        return f"the Prefect server of this run {what}.{said}`headrace run --no-prefect` does without it."
+
+
+@contextmanager
+def serving(server: LocalServer | None) -> Iterator[None]:
+    """Wait for `server`, point Prefect at it for the time of the block, and end it. None: the configured API stands.
+
+    Raises:
+        NoServer: see `LocalServer.wait`.
+    """
+    if server is None:
+        yield
+        return
+    try:
+        server.wait()
+        from prefect.settings import PREFECT_API_URL, temporary_settings
+
+        with temporary_settings({PREFECT_API_URL: server.url}):
+            try:
+                yield
+            finally:
+                _send_what_is_queued()
+    finally:
+        server.stop()
+
+
+def run_link(flow_run_id: str) -> str | None:
+    """The page of a flow run on the configured server; None where no pages are known.
+
+    The link starts at /v2/: a bare deep link opens the older pages in a new browser, which do not draw Mermaid.
+    """
+    from prefect.settings import get_current_settings
+
+    pages = get_current_settings().ui_url
+    return f"{str(pages).rstrip('/').removesuffix('/v2')}/v2/runs/flow-run/{flow_run_id}" if pages else None
+
+
+def _send_what_is_queued() -> None:
+    """Task states travel as events and logs in batches: without this the last ones find the server gone."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogHandler
+
+    EventsWorker.drain_all(timeout=10)
+    APILogHandler().flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _with_this_package(python_path: str | None) -> str:
+    """PYTHONPATH by which the child finds this very package, wherever the command was called from."""
+    return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent.parent), python_path]))
+
+
+def _end_with_parent() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(port: int) -> None:
+    """Serve until told to end or until standard input closes."""
+    os.environ["PREFECT_UI_ENABLED"] = "0"
+    os.environ["PREFECT__SERVER_EPHEMERAL"] = "1"
+    os.environ["PREFECT__SERVER_FINAL"] = "1"
+    import uvicorn
+
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    uvicorn.run(
+        "prefect.server.api.server:create_app",
+        factory=True,
+        host="127.0.0.1",
+        port=port,
+        log_level="error",
+        lifespan="on",
+        timeout_graceful_shutdown=3,
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
