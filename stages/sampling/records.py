@@ -1,0 +1,100 @@
+"""The `rollouts` artifact: sampled completions with their log-probabilities and rewards, as one Parquet table.
+
+`rollouts.parquet`, one row a completion, in the order they were sampled:
+step int32 (the optimiser step or round that sampled it), id string (of the prompt), prompt string, completion string
+(without special tokens), completion_ids list<int32> (the end-of-turn token included), logprobs list<float32>, reward
+float64 (the weighted total), reward/<function> float64 (null where it does not apply), finished bool, columns string
+(JSON).
+
+Invariant: the same rows give the same bytes, however the table was put together (in one go, or over resumed runs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stages.sampling.generate import Completion
+from stages.sampling.rewards import Scores
+
+FILE = "rollouts.parquet"
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The prompt side of a sampled row: its id, its text and its `columns` (JSON)."""
+
+    id: str
+    prompt: str
+    columns: str
+
+
+def schema(reward_columns: Sequence[str]) -> pa.Schema:
+    """The columns of `rollouts.parquet` for these reward functions."""
+    return pa.schema(
+        [
+            ("step", pa.int32()),
+            ("id", pa.string()),
+            ("prompt", pa.string()),
+            ("completion", pa.string()),
+            ("completion_ids", pa.list_(pa.int32())),
+            ("logprobs", pa.list_(pa.float32())),
+            ("reward", pa.float64()),
+            *((f"reward/{name}", pa.float64()) for name in reward_columns),
+            ("finished", pa.bool_()),
+            ("columns", pa.string()),
+        ]
+    )
+
+
+def table(
+    step: int, rows: Sequence[Rollout], completions: Sequence[Completion], texts: Sequence[str], scores: Scores
+) -> pa.Table:
+    """The table of completions sampled at one step; all sequences have one item a completion."""
+    return pa.table(
+        {
+            "step": [step] * len(rows),
+            "id": [row.id for row in rows],
+            "prompt": [row.prompt for row in rows],
+            "completion": list(texts),
+            "completion_ids": [completion.tokens for completion in completions],
+            "logprobs": [completion.logprobs for completion in completions],
+            "reward": scores.total,
+            **{f"reward/{name}": values for name, values in scores.by_function.items()},
+            "finished": [completion.finished for completion in completions],
+            "columns": [row.columns for row in rows],
+        },
+        schema=schema(list(scores.by_function)),
+    )
+
+
+def to_bytes(tables: Sequence[pa.Table]) -> bytes:
+    """The tables one after the other as an Arrow stream, to keep with the state of a run."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, tables[0].schema) as writer:
+        for item in tables:
+            writer.write_table(item)
+    return sink.getvalue().to_pybytes()
+
+
+def from_bytes(data: bytes) -> pa.Table:
+    """What `to_bytes` kept."""
+    with pa.ipc.open_stream(data) as reader:
+        return reader.read_all()
+
+
+def write(tables: Sequence[pa.Table], folder: Path) -> int:
+    """Write `rollouts.parquet` into `folder`; returns its rows."""
+    # One chunk a column, so that the pages do not show where a run was resumed.
+    joined = pa.concat_tables(tables).combine_chunks()
+    pq.write_table(joined, folder / FILE, compression="zstd", row_group_size=65536)
+    return int(joined.num_rows)
+
+
+def read(folder: Path) -> pa.Table:
+    """The table of a `rollouts` artifact."""
+    return pq.read_table(folder / FILE)
