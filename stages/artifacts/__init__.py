@@ -1,0 +1,68 @@
+"""Content-hashed artifacts in an object store: publish, fetch, verify; results, runs, and saved progress.
+
+The format of a store is specified in docs/artifacts.md.
+"""
+
+from stages.artifacts.fetch import fetch, is_complete, pull, read_manifest, resolve_digest
+from stages.artifacts.manifest import FileEntry, Manifest, canonical_json, check_digest, check_path
+from stages.artifacts.publish import HashCache, files_below, import_files, manifest_of, publish
+from stages.artifacts.results import Result, parse_result, read_result, result_key, results, write_result
+from stages.artifacts.runs import append_log, list_runs, log_key, read_log, read_run, write_run
+from stages.artifacts.store import (
+    Damaged,
+    FolderStore,
+    FullStore,
+    NotInStore,
+    ObjectInfo,
+    ReadOnlyStore,
+    Store,
+    StoreError,
+    hash_file,
+    open_store,
+)
+from stages.artifacts.verify import Damage, verify_all, verify_artifact
+from stages.artifacts.work import WorkArea
+
+__all__ = [
+    "Damage",
+    "Damaged",
+    "FileEntry",
+    "FolderStore",
+    "FullStore",
+    "HashCache",
+    "Manifest",
+    "NotInStore",
+    "ObjectInfo",
+    "ReadOnlyStore",
+    "Result",
+    "Store",
+    "StoreError",
+    "WorkArea",
+    "append_log",
+    "canonical_json",
+    "check_digest",
+    "check_path",
+    "fetch",
+    "files_below",
+    "hash_file",
+    "import_files",
+    "is_complete",
+    "list_runs",
+    "log_key",
+    "manifest_of",
+    "open_store",
+    "parse_result",
+    "publish",
+    "pull",
+    "read_log",
+    "read_manifest",
+    "read_result",
+    "read_run",
+    "resolve_digest",
+    "result_key",
+    "results",
+    "verify_all",
+    "verify_artifact",
+    "write_result",
+    "write_run",
+]

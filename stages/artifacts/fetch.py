@@ -1,0 +1,135 @@
+"""Taking artifacts out of a store, verified.
+
+Invariants: bytes that do not match their manifest are never left in the folder that was asked for, and that folder
+appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from pathlib import Path
+
+from stages.artifacts.manifest import FileEntry, Manifest, manifest_key, sha256_hex
+from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, remove_folder
+
+SUMS = "SHA256SUMS"
+
+
+def read_manifest(store: Store, digest: str) -> Manifest:
+    """The manifest of an artifact, checked against its digest.
+
+    Raises:
+        NotInStore: the store has no such artifact.
+        Damaged: the stored manifest is not the one of that digest.
+        ValueError: `digest` is not a full digest.
+    """
+    key = manifest_key(digest)
+    try:
+        data = store.get(key)
+    except NotInStore:
+        raise NotInStore(f"store {store.url} has no artifact {digest}") from None
+    if "sha256:" + sha256_hex(data) != digest:
+        raise Damaged(f"{key} in store {store.url} is damaged: its content has another hash")
+    try:
+        return Manifest.parse(data)
+    except ValueError as error:
+        raise Damaged(f"{key} in store {store.url} is not an allowed manifest: {error}") from error
+
+
+def fetch(store: Store, digest: str, folder: Path) -> Manifest:
+    """Copy an artifact's files to `folder`, which must be absent or empty, and verify them in the same pass.
+
+    Raises:
+        NotInStore: the store has no such artifact.
+        Damaged: a blob is missing or has other bytes; the message names the blob and the file.
+        StoreError: the folder cannot be written or is not empty.
+    """
+    manifest = read_manifest(store, digest)
+    _fetch(store, digest, manifest, folder, sums=False)
+    return manifest
+
+
+def pull(store: Store, digest: str, folder: Path) -> Manifest:
+    """`fetch` for people: adds a SHA256SUMS file, unless the artifact brings its own, that `sha256sum -c` accepts.
+
+    Raises: as `fetch`.
+    """
+    manifest = read_manifest(store, digest)
+    _fetch(store, digest, manifest, folder, sums=all(entry.path != SUMS for entry in manifest.files))
+    return manifest
+
+
+def _fetch(store: Store, digest: str, manifest: Manifest, folder: Path, *, sums: bool) -> None:
+    folder = Path(os.path.abspath(folder))
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise StoreError(f"{folder} is there already and not an empty folder; give another")
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    try:
+        partial.mkdir(parents=True)
+        for entry in manifest.files:
+            target = partial / entry.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy_blob(store, entry, target, f"artifact {digest}")
+        if sums:
+            lines = (f"{entry.sha256}  {entry.path}\n" for entry in manifest.files)
+            (partial / SUMS).write_text("".join(lines), encoding="utf-8")
+        os.rename(partial, folder)
+    except OSError as error:
+        raise StoreError(f"cannot write {folder}: {error.strerror or error}") from error
+    finally:
+        remove_folder(partial)
+
+
+def copy_blob(store: Store, entry: FileEntry, target: Path, whose: str, key: str | None = None) -> None:
+    """Copy one blob to a new file and verify it; `whose` says in errors what it belongs to.
+
+    Raises:
+        Damaged: the blob is missing or has other bytes; nothing is left at `target`.
+    """
+    key = key or entry.blob
+    try:
+        sha256, size = store.get_file(key, target)
+    except NotInStore:
+        raise Damaged(f"{key} ({entry.path} of {whose}) is missing from store {store.url}") from None
+    if size != entry.size:
+        target.unlink()
+        raise Damaged(f"{key} ({entry.path} of {whose}) has {size:,} bytes in store {store.url}, not {entry.size:,}")
+    if sha256 != entry.sha256:
+        target.unlink()
+        raise Damaged(f"{key} ({entry.path} of {whose}) is damaged in store {store.url}: its bytes have another hash")
+
+
+def is_complete(store: Store, digest: str) -> bool:
+    """Whether an artifact's manifest is there and sound, and every blob is there with the right size.
+
+    Hashes are not recomputed; `fetch` and `verify_artifact` do that.
+    """
+    try:
+        manifest = read_manifest(store, digest)
+    except (NotInStore, Damaged):
+        return False
+    return all(store.size(entry.blob) == entry.size for entry in manifest.files)
+
+
+def resolve_digest(store: Store, prefix: str) -> str:
+    """The full digest that starts with `prefix`: "sha256:9f31c0" or "9f31c0", at least 6 hexadecimal digits.
+
+    Raises:
+        ValueError: it is too short or not hexadecimal, or no artifact or several start so.
+    """
+    digits = prefix.removeprefix("sha256:").lower()
+    if not re.fullmatch(r"[0-9a-f]{6,64}", digits):
+        raise ValueError(f"{prefix!r} is not a digest; give at least 6 hexadecimal digits, such as 9f31c0")
+    found = []
+    for info in store.list(f"manifests/{digits[:2]}/{digits}"):
+        name = info.key.rpartition("/")[2].removesuffix(".json")
+        if re.fullmatch(r"[0-9a-f]{64}", name):
+            found.append("sha256:" + name)
+    if not found:
+        raise ValueError(f"store {store.url} has no artifact {prefix}")
+    if len(found) > 1:
+        shown = ", ".join(digest[:19] for digest in found[:4])
+        raise ValueError(f"{prefix} is ambiguous: {len(found)} artifacts start so ({shown}); give more digits")
+    return found[0]

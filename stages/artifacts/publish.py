@@ -1,0 +1,174 @@
+"""Putting artifacts into a store.
+
+Invariants:
+- Blobs first, the manifest last: whoever sees a manifest sees all of its files, and a killed publisher leaves nothing
+  but unused blobs.
+- Every file is read once; the hash is of the bytes that were copied, so a file that changes meanwhile cannot lie.
+- Publishing the same files again, also at the same time, gives the same digest and leaves the store as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from stages.artifacts.manifest import FileEntry, Manifest, check_path, manifest_key
+from stages.artifacts.store import NotInStore, Store, StoreError, hash_file
+
+_WRITERS = 4  # files stored at once: fsync waits for the disk, not for a core
+_SETTLED_NS = 2_000_000_000
+
+
+def publish(store: Store, folder: Path, kind: str) -> str:
+    """Store every file below `folder` as one artifact and return its digest ("sha256:<64 hex>").
+
+    Folders without files leave no trace.
+
+    Raises:
+        ValueError: the folder holds no file, a link, a special file or a name that is not allowed, or the kind is unknown.
+        StoreError: the store cannot be written, or a file cannot be read.
+    """
+    return import_files(store, files_below(folder), kind)
+
+
+def import_files(store: Store, files: list[tuple[str, Path]], kind: str) -> str:
+    """Store files from anywhere as one artifact: pairs of the path in the artifact and the file. Returns the digest.
+
+    Raises: as `publish`.
+    """
+    _check(files, kind)
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        stored = list(pool.map(lambda pair: store.put_blob(pair[1]), files))
+    entries = [FileEntry(path, size, sha256) for (path, _), (sha256, size) in zip(files, stored, strict=True)]
+    manifest = Manifest(kind, tuple(entries))
+    key = manifest_key(manifest.digest)
+    try:
+        if store.get(key) == manifest.to_json():
+            return manifest.digest
+    except NotInStore:
+        pass
+    store.put(key, manifest.to_json())
+    return manifest.digest
+
+
+def manifest_of(files: list[tuple[str, Path]], kind: str, cache: HashCache | None = None) -> Manifest:
+    """The manifest that `import_files` would store, without storing anything.
+
+    Raises: as `publish`.
+    """
+    _check(files, kind)
+    entries = []
+    for path, file in files:
+        sha256, size = cache.hash(file) if cache is not None else hash_file(file)
+        entries.append(FileEntry(path, size, sha256))
+    return Manifest(kind, tuple(entries))
+
+
+def files_below(folder: Path) -> list[tuple[str, Path]]:
+    """Every file below a folder, as (path in the artifact, file), sorted.
+
+    Raises:
+        ValueError: there is none, or there is a link, a special file or a name that is not allowed.
+        StoreError: the folder cannot be read.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder")
+    found: list[tuple[str, Path]] = []
+    pending = [folder]
+    while pending:
+        current = pending.pop()
+        try:
+            entries = list(os.scandir(current))
+        except OSError as error:
+            raise StoreError(f"cannot read {current}: {error.strerror or error}") from error
+        for entry in entries:
+            path = Path(entry.path)
+            if entry.is_symlink():
+                raise ValueError(f"{path} is a symbolic link; an artifact holds files only")
+            if entry.is_dir():
+                pending.append(path)
+            elif entry.is_file():
+                found.append((check_path(path.relative_to(folder).as_posix()), path))
+            else:
+                raise ValueError(f"{path} is not a regular file; an artifact holds files only")
+    if not found:
+        raise ValueError(f"{folder} holds no files; an artifact needs at least one")
+    return sorted(found)
+
+
+def _check(files: list[tuple[str, Path]], kind: str) -> None:
+    """Everything that can be refused before a byte is stored: names, clashes, kind."""
+    Manifest(kind, tuple(FileEntry(path, 0, "0" * 64) for path, _ in files))
+    for _, file in files:
+        try:
+            mode = os.stat(file).st_mode
+        except OSError as error:
+            raise StoreError(f"cannot read {file}: {error.strerror or error}") from error
+        if not stat.S_ISREG(mode):
+            raise ValueError(f"{file} is not a regular file; an artifact holds files only")
+
+
+class HashCache:
+    """Remembers the SHA-256 of files by path, size, times and inode, in a JSON file: planning reads no data twice.
+
+    A file that changed less than two seconds before it was hashed is not remembered: it could change again within the
+    resolution of its time stamp. A cache that cannot be read or written is a cache that is empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._changed = False
+        self._entries: dict[str, list[int | str]] = {}
+        try:
+            loaded = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            return
+        if isinstance(loaded, dict):
+            self._entries = {key: value for key, value in loaded.items() if isinstance(value, list) and len(value) == 5}
+
+    def hash(self, path: Path) -> tuple[str, int]:
+        """The SHA-256 (hex) and size of a file.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        name = os.path.abspath(path)
+        try:
+            before = os.stat(name)
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+        mark = [before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino]
+        with self._lock:
+            known = self._entries.get(name)
+        if known is not None and known[:4] == mark:
+            return str(known[4]), before.st_size
+        sha256, size = hash_file(path)
+        after = os.stat(name)
+        steady = [after.st_size, after.st_mtime_ns, after.st_ctime_ns, after.st_ino] == mark
+        if steady and time.time_ns() - max(after.st_mtime_ns, after.st_ctime_ns) > _SETTLED_NS:
+            with self._lock:
+                self._entries[name] = [*mark, sha256]
+                self._changed = True
+        return sha256, size
+
+    def save(self) -> None:
+        """Write what was learnt. Call it once, after hashing."""
+        with self._lock:
+            if not self._changed:
+                return
+            data = json.dumps(self._entries)
+            self._changed = False
+        temporary = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(data)
+            os.replace(temporary, self.path)
+        except OSError:  # only time is lost
+            temporary.unlink(missing_ok=True)

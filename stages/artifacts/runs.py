@@ -1,0 +1,106 @@
+"""Runs and their logs: what a run did, and what each of its steps said."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from stages.artifacts.store import Damaged, NotInStore, Store
+
+
+def _check_name(name: str, what: str) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[\w][\w.@+-]{0,199}", name, re.ASCII):
+        raise ValueError(f"{name!r} is not the name of a {what} (letters, digits, and _ . @ + - after the first)")
+    return name
+
+
+def _run_key(run: str) -> str:
+    return f"runs/{_check_name(run, 'run')}.json"
+
+
+def log_key(run: str, step: str) -> str:
+    """Where the log of a step lies in a store."""
+    return f"logs/{_check_name(run, 'run')}/{_check_name(step, 'step')}.jsonl"
+
+
+def write_run(store: Store, run: dict[str, Any]) -> None:
+    """Store what is known of a run, replacing what was. `run["id"]` names it, `run["started"]` (ISO 8601) orders runs.
+
+    Raises:
+        ValueError: there is no usable id, or the rest is not JSON.
+    """
+    try:
+        data = json.dumps(run, ensure_ascii=False, indent=1, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"run {run.get('id')!r} cannot be written as JSON: {error}") from None
+    store.put(_run_key(run.get("id", "")), data.encode())
+
+
+def read_run(store: Store, run: str) -> dict[str, Any] | None:
+    """What is known of a run, None if nothing.
+
+    Raises:
+        Damaged: the object is not a run.
+    """
+    key = _run_key(run)
+    try:
+        value = json.loads(store.get(key))
+    except NotInStore:
+        return None
+    except ValueError as error:
+        raise Damaged(f"{key} in store {store.url} is not JSON: {error}") from None
+    if not isinstance(value, dict) or value.get("id") != run:
+        raise Damaged(f"{key} in store {store.url} is not the run of that name")
+    return value
+
+
+def list_runs(store: Store) -> Iterator[dict[str, Any]]:
+    """Every readable run, newest first."""
+    found = []
+    for info in store.list("runs/"):
+        try:
+            run = read_run(store, info.key.removeprefix("runs/").removesuffix(".json"))
+        except (Damaged, ValueError):
+            continue
+        if run is not None:
+            found.append(run)
+    yield from sorted(found, key=lambda run: (str(run.get("started", "")), run["id"]), reverse=True)
+
+
+def append_log(store: Store, run: str, step: str, events: list[dict[str, Any]]) -> None:
+    """Add events of a step, one JSON line each, to its log."""
+    if events:
+        lines = (json.dumps(event, ensure_ascii=False, separators=(",", ":"), default=str) for event in events)
+        store.append(log_key(run, step), "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace"))
+
+
+def read_log(store: Store, run: str, step: str | None = None) -> Iterator[dict[str, Any]]:
+    """The events of one step, or of all steps in the order of their `time`; a line cut short by a kill is left out."""
+    if step is not None:
+        yield from _read(store, log_key(run, step))
+        return
+    events: list[dict[str, Any]] = []
+    for info in store.list(f"logs/{_check_name(run, 'run')}/"):
+        events.extend(_read(store, info.key))
+    yield from sorted(events, key=_time)
+
+
+def _time(event: dict[str, Any]) -> float:
+    time = event.get("time")
+    return float(time) if isinstance(time, int | float) else 0.0
+
+
+def _read(store: Store, key: str) -> Iterator[dict[str, Any]]:
+    try:
+        data = store.get(key)
+    except NotInStore:
+        return
+    for line in data.split(b"\n"):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event
