@@ -11,7 +11,7 @@ import torch
 from stages.contract import Refused
 from stages.sampling.checks import check_sequences, eos_token_ids, pad_token_id
 from stages.sampling.generate import Completion, generate
-from stages.sampling.rewards import Reward, Scores, check_columns, parse_columns, score
+from stages.sampling.rewards import Reward, Scores, check_columns, columns_of, score
 from stages.tokenize.dataset import Prompt
 
 
@@ -81,7 +81,7 @@ def score_sampled(rewards: Sequence[Reward], sampled: Sampled) -> Scores:
         rewards,
         [prompt.prompt for prompt in sampled.prompts],
         sampled.texts,
-        parse_columns([prompt.columns for prompt in sampled.prompts]),
+        columns_of([prompt.columns for prompt in sampled.prompts]),
         completion_ids=[completion.tokens for completion in sampled.completions],
         finished=[completion.finished for completion in sampled.completions],
         row_names=[
@@ -93,4 +93,4 @@ def score_sampled(rewards: Sequence[Reward], sampled: Sampled) -> Scores:
 
 def check_prompt_columns(rewards: Sequence[Reward], prompts: Sequence[Prompt]) -> None:
     """Refuse reward functions that need a column which the prompts do not have."""
-    check_columns(rewards, list(parse_columns([prompt.columns for prompt in prompts])))
+    check_columns(rewards, list(columns_of([prompt.columns for prompt in prompts])))

@@ -1,36 +1,28 @@
 """The `rollouts` artifact: sampled completions with their log-probabilities and rewards, as one Parquet table.
 
 `rollouts.parquet`, one row a completion, in the order they were sampled:
-step int32 (the optimiser step or round that sampled it), id string (of the prompt), prompt string, completion string
-(without special tokens), completion_ids list<int32> (the end-of-turn token included), logprobs list<float32>, reward
-float64 (the weighted total), reward/<function> float64 (null where it does not apply), finished bool, columns string
-(JSON).
+step int32 (the optimiser step or round that sampled it), id string (of the prompt), prompt string, messages string
+(JSON of the chat, null for plain text), prompt_ids list<int32>, completion string (without special tokens),
+completion_ids list<int32> (the end-of-turn token included), logprobs list<float32>, reward float64 (the weighted
+total), reward/<function> float64 (null where it does not apply), finished bool, columns string (JSON).
 
 Invariant: the same rows give the same bytes, however the table was put together (in one go, or over resumed runs).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.sampling.generate import Completion
+from stages.sampling.groups import Sampled
 from stages.sampling.rewards import Scores
 
 FILE = "rollouts.parquet"
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """The prompt side of a sampled row: its id, its text and its `columns` (JSON)."""
-
-    id: str
-    prompt: str
-    columns: str
 
 
 def schema(reward_columns: Sequence[str]) -> pa.Schema:
@@ -40,6 +32,8 @@ def schema(reward_columns: Sequence[str]) -> pa.Schema:
             ("step", pa.int32()),
             ("id", pa.string()),
             ("prompt", pa.string()),
+            ("messages", pa.string()),
+            ("prompt_ids", pa.list_(pa.int32())),
             ("completion", pa.string()),
             ("completion_ids", pa.list_(pa.int32())),
             ("logprobs", pa.list_(pa.float32())),
@@ -51,22 +45,23 @@ def schema(reward_columns: Sequence[str]) -> pa.Schema:
     )
 
 
-def table(
-    step: int, rows: Sequence[Rollout], completions: Sequence[Completion], texts: Sequence[str], scores: Scores
-) -> pa.Table:
-    """The table of completions sampled at one step; all sequences have one item a completion."""
+def table(step: int, sampled: Sampled, scores: Scores) -> pa.Table:
+    """The table of the completions sampled at one step."""
+    prompts, completions = sampled.prompts, sampled.completions
     return pa.table(
         {
-            "step": [step] * len(rows),
-            "id": [row.id for row in rows],
-            "prompt": [row.prompt for row in rows],
-            "completion": list(texts),
+            "step": [step] * len(prompts),
+            "id": [prompt.id for prompt in prompts],
+            "prompt": [prompt.prompt for prompt in prompts],
+            "messages": [None if prompt.messages is None else _json(prompt.messages) for prompt in prompts],
+            "prompt_ids": [prompt.prompt_ids for prompt in prompts],
+            "completion": sampled.texts,
             "completion_ids": [completion.tokens for completion in completions],
             "logprobs": [completion.logprobs for completion in completions],
             "reward": scores.total,
             **{f"reward/{name}": values for name, values in scores.by_function.items()},
             "finished": [completion.finished for completion in completions],
-            "columns": [row.columns for row in rows],
+            "columns": [_json(prompt.columns) for prompt in prompts],
         },
         schema=schema(list(scores.by_function)),
     )
@@ -93,6 +88,10 @@ def write(tables: Sequence[pa.Table], folder: Path) -> int:
     joined = pa.concat_tables(tables).combine_chunks()
     pq.write_table(joined, folder / FILE, compression="zstd", row_group_size=65536)
     return int(joined.num_rows)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def read(folder: Path) -> pa.Table:

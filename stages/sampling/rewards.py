@@ -2,8 +2,9 @@
 
 The shape is TRL's: `function(prompts, completions, **columns) -> list[float]`, where `prompts` and `completions` are
 lists of strings and every other column of the prompt dataset arrives as a list under its name. A function takes the
-columns it names; with `**kwargs` it gets all of them. `None` says that the function does not apply to that row. Two more
-lists can be asked for in the same way: `completion_ids` (token ids) and `finished` (whether the completion ended itself).
+columns it names; with `**kwargs` it gets all of them. `None` says that the function does not apply to that row. Two
+more lists can be asked for in the same way: `completion_ids` (token ids) and `finished` (whether the completion ended
+itself).
 
 Invariants: a reward is a finite number; every row is scored by at least one function; nothing is clipped or replaced.
 No torch here, so that a reward can be tried without it.
@@ -12,7 +13,6 @@ No torch here, so that a reward can be tried without it.
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,11 +89,10 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
                 )
 
 
-def parse_columns(rows: Sequence[str]) -> dict[str, list[Any]]:
-    """Turn the JSON objects of a prompt dataset's `columns` into lists by name; a row without a value has None."""
-    parsed = [json.loads(row) if row else {} for row in rows]
-    names = list(dict.fromkeys(name for row in parsed for name in row))
-    return {name: [row.get(name) for row in parsed] for name in names}
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Turn rows of named values into lists by name; a row without a value has None."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def score(

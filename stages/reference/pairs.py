@@ -1,0 +1,109 @@
+"""Batches of preference pairs, and the log-probabilities of their completions: what reference, dpo and evaluate share.
+
+A batch of B pairs is 2B rows: the chosen completions, then the rejected ones, each after its prompt, padded on the
+right.
+
+Invariants:
+- A completion's log-probabilities depend on its own prompt and tokens only; padding and neighbours do not reach them.
+- Targets are the tokens of the completion, its end-of-turn token included, and never those of the prompt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.contract import Refused
+from stages.modeling.logprobs import token_logprobs
+from stages.sampling.checks import check_sequences
+from stages.tokenize.dataset import Preference
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """2B rows of B pairs: `input_ids` int64, `attention_mask` int64 and `target_mask` bool, all [2B, length]."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    target_mask: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, as the training loop carries them."""
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "target_mask": self.target_mask,
+        }
+
+
+def pair_batch(pairs: Sequence[Preference], pad_id: int = 0) -> PairBatch:
+    """Put pairs into one padded batch; `pad_id` is any valid token id."""
+    rows = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
+    rows += [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
+    width = max(len(prompt) + len(completion) for prompt, completion in rows)
+    input_ids = torch.full((len(rows), width), pad_id)
+    attention_mask = torch.zeros(len(rows), width, dtype=torch.int64)
+    target_mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(rows):
+        end = len(prompt) + len(completion)
+        input_ids[row, :end] = torch.tensor([*prompt, *completion])
+        attention_mask[row, :end] = 1
+        target_mask[row, len(prompt) : end] = True
+    return PairBatch(input_ids, attention_mask, target_mask)
+
+
+def pair_logprobs(model: Any, pairs: Sequence[Preference]) -> list[tuple[list[float], list[float]]]:
+    """Log-probability of every completion token of each pair: (chosen, rejected), without gradient."""
+    batch = pair_batch(pairs)
+    device = model.device
+    with torch.no_grad():
+        values = token_logprobs(
+            model,
+            batch.input_ids.to(device),
+            batch.target_mask.to(device),
+            attention_mask=batch.attention_mask.to(device),
+        ).cpu()
+    rows = [values[row, mask].tolist() for row, mask in enumerate(batch.target_mask)]
+    return list(zip(rows[: len(pairs)], rows[len(pairs) :], strict=True))
+
+
+def check_pairs(model: Any, pairs: Sequence[Preference]) -> None:
+    """Refuse pairs that cannot be used with this model.
+
+    Raises:
+        Refused: no rows, an id twice, an empty prompt or completion, a row too long, or ids beyond the vocabulary.
+    """
+    if not pairs:
+        raise Refused("the preference dataset has no rows")
+    seen: set[str] = set()
+    for pair in pairs:
+        if pair.id in seen:
+            raise Refused(f"the preference dataset has the id {pair.id} twice; ids must be unique")
+        seen.add(pair.id)
+        for name, ids in (("prompt", pair.prompt_ids), ("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids)):
+            if not ids:
+                raise Refused(f"pair {pair.id}: its {name} has no tokens")
+    for name in ("chosen", "rejected"):
+        rows = ((f"pair {p.id} ({name})", [*p.prompt_ids, *getattr(p, f"{name}_ids")]) for p in pairs)
+        check_sequences(model, ((label, len(ids), max(ids)) for label, ids in rows))
+
+
+def pair_hash(pair: Preference) -> str:
+    """A hash of the token ids of a pair, by which a stored reference knows the pair it was computed for."""
+    text = "|".join(",".join(map(str, ids)) for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def weights_hash(checkpoint: Path) -> str:
+    """A hash of the weights and configuration of a checkpoint folder: equal exactly where the model is the same."""
+    total = hashlib.sha256()
+    for path in [checkpoint / "config.json", *sorted(checkpoint.glob("*.safetensors"))]:
+        with path.open("rb") as file:
+            total.update(f"{path.name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()
