@@ -226,20 +226,23 @@ class LiveDisplay:
 
 def table(board: Board, now: float) -> Any:
     """The steps of a board as a rich renderable, one line each."""
-    from rich.table import Table
+    from rich.console import Group
     from rich.text import Text
 
-    grid = Table.grid(padding=(0, 2, 0, 0), expand=False)
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True, style="dim")
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    lines = list(board.lines.values())
+    name_width = max((len(line.step) for line in lines), default=0)
+    stage_width = max((len(line.stage) for line in lines), default=0)
+    rows = []
     with board.lock:
-        for line in board.lines.values():
-            state = Text(_state_column(line), style=STYLES.get(line.state, ""))
-            text = Text(says(board, line, now), style="red" if line.state == "failed" else "")
-            grid.add_row(Text(f"  {line.step}", style=STYLES.get(line.state, "")), line.stage, state, text)
-    return grid
+        for line in lines:
+            style = STYLES.get(line.state, "")
+            row = Text(no_wrap=True, overflow="ellipsis")
+            row.append(f"  {line.step:<{name_width}}  ", style=style)
+            row.append(f"{line.stage:<{stage_width}}  ", style="dim")
+            row.append(f"{_state_column(line):<{BAR}}  ", style=style)
+            row.append(says(board, line, now), style="red" if line.state == "failed" else "")
+            rows.append(row)
+    return Group(*rows)
 
 
 def _state_column(line: Line) -> str:

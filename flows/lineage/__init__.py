@@ -1,0 +1,1 @@
+"""Where an artifact comes from: the graph of what made it, and the ways to show it."""
