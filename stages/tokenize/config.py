@@ -170,7 +170,7 @@ class Config(StageConfig):
         None, description="Start each document with the begin-of-text token. Empty: as the tokenizer itself does."
     )
     row_length: int | None = Field(
-        None, ge=2, description="Tokens in a packed row; for preference and prompt rows the most that one may have."
+        None, ge=4, description="Tokens in a packed row; for preference and prompt rows the most that one may have."
     )
     pack: bool = Field(True, description="Put several documents into one row (they do not see one another).")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of the generators and of the order of the rows.")

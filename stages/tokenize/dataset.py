@@ -200,7 +200,7 @@ def create_packed(path: Path, rows: int, row_length: int) -> PackedRows:
     The rows are written in place, for a dataset may be larger than the memory; the layout of the file is that of
     safetensors (an 8-byte little-endian header length, a JSON header, the tensors one after another).
     """
-    types: dict[str, tuple[str, type]] = {
+    types: dict[str, tuple[str, Any]] = {
         "input_ids": ("I32", np.int32),
         "segment_ids": ("I32", np.int32),
         "loss_mask": ("U8", np.uint8),
@@ -228,9 +228,7 @@ def write_table(path: Path, columns: dict[str, list[Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = pa.schema(
-        [(name, pa.list_(pa.int32()) if name.endswith("_ids") else pa.string()) for name in columns]  # type: ignore[misc]
-    )
+    schema = pa.schema([(name, pa.list_(pa.int32()) if name.endswith("_ids") else pa.string()) for name in columns])
     pq.write_table(pa.table(columns, schema=schema), path, compression="zstd")
 
 

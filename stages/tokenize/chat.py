@@ -1,0 +1,237 @@
+"""Renders chats with a tokenizer's chat template and finds what in them the assistant says.
+
+Model: a chat is rendered to one text, and the text is encoded once. A trained span is a range of its characters: what
+`{% generation %}` marks in the template, or else what rendering the chat up to and with an assistant's turn adds to
+rendering it up to the generation prompt. A token is trained when it overlaps such a span.
+
+Invariants:
+- The end-of-turn token after an assistant's turn is trained (a model must learn to stop), white space after it is not.
+- A template for which the text so far is not a prefix of the text later on, or which prints the date, is refused: what
+  the model is trained on would not be what it meets.
+- No message can write a control token.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stages.contract import Refused
+from stages.tokenize.readers import BadRow, clean_text
+from stages.tokenize.tokenizer import Encoding, TextTokenizer
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A chat as text, and the character ranges of the turns that are trained, in order."""
+
+    text: str
+    spans: list[Span]
+
+
+def check_messages(value: Any, name: str) -> list[Message]:
+    """Return `value` as a list of messages, without keys that are None (as Parquet fills them in).
+
+    Raises:
+        BadRow: it is not a list of messages with a role and a text.
+    """
+    if not isinstance(value, list):
+        raise BadRow("wrong_type", f'"{name}" must be a list of messages, not {type(value).__name__}')
+    if not value:
+        raise BadRow("empty", f'"{name}" is an empty list')
+    messages = []
+    for number, item in enumerate(value, 1):
+        if not isinstance(item, dict):
+            raise BadRow("wrong_type", f'message {number} of "{name}" must be an object, not {type(item).__name__}')
+        message = {key: part for key, part in item.items() if part is not None}
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise BadRow("missing_field", f'message {number} of "{name}" has no "role"')
+        content = message.get("content")
+        if content is None and "tool_calls" not in message:
+            raise BadRow("missing_field", f'message {number} of "{name}" has no "content"')
+        if content is not None and not isinstance(content, str):
+            raise BadRow(
+                "wrong_type",
+                f'"content" of message {number} of "{name}" must be a string, not {type(content).__name__}',
+            )
+        messages.append(message)
+    return messages
+
+
+class ChatRenderer:
+    """The chat template of a tokenizer, checked.
+
+    Raises:
+        Refused: on creation, where there is no template or it prints the date.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, variables: dict[str, Any]) -> None:
+        template = tokenizer.hf.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not template:
+            raise Refused(
+                "the tokenizer has no chat template; set chat_template, or apply_chat_template: false for plain prompts"
+            )
+        if "strftime_now" in template and "date_string" not in variables:
+            raise Refused(
+                "the chat template prints today's date, so tomorrow's data would differ; "
+                'set chat_template_kwargs: {date_string: "26 Jul 2024"} (or another fixed date)'
+            )
+        self.template: str = template
+        self.variables = {**tokenizer.hf.special_tokens_map, **variables}
+        self.marked = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
+        self._special = re.compile("|".join(map(re.escape, tokenizer.special))) if tokenizer.special else None
+
+    def check_content(self, messages: list[Message]) -> None:
+        """Check that all strings in the messages are text without control tokens.
+
+        Raises:
+            BadRow: one is not.
+        """
+        for text in _strings(messages):
+            clean_text(text)
+            if self._special is not None and (found := self._special.search(text)):
+                raise BadRow("control_token", f"a message holds the control token {found.group()!r} as text")
+
+    def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> str:
+        """Render a chat up to the start of the assistant's turn.
+
+        Raises:
+            BadRow: the template does not take these messages.
+        """
+        return self._render(messages, tools, add_generation_prompt=True)
+
+    def chat(self, messages: list[Message], *, first_trained: int = 0, tools: list[Any] | None = None) -> Rendered:
+        """Render a whole chat; assistant turns from message number `first_trained` (from 0) on are trained.
+
+        Raises:
+            BadRow: the template does not take these messages.
+            Refused: the template breaks the rule of prefixes.
+        """
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.marked:
+            text, spans = self._render_marked(messages, tools)
+            if len(spans) == len(turns):
+                return Rendered(text, [span for span, turn in zip(spans, turns, strict=True) if turn >= first_trained])
+        text = self._render(messages, tools)
+        spans = []
+        for turn in turns:
+            if turn < first_trained:
+                continue
+            if turn == 0:
+                raise BadRow("no_prompt", "the chat starts with the assistant, so there is nothing it answers to")
+            before = self._render(messages[:turn], tools, add_generation_prompt=True)
+            after = self._render(messages[: turn + 1], tools)
+            if not after.startswith(before) or not text.startswith(after):
+                raise Refused(_prefix_error(text, before, after, turn))
+            spans.append((len(before), len(after)))
+        return Rendered(text, spans)
+
+    def completion(self, prompt: str, messages: list[Message], length: int, tools: list[Any] | None = None) -> str:
+        """Render the chat and return what it adds to `prompt`, which is its first `length` messages rendered.
+
+        Raises:
+            BadRow: the template does not take these messages.
+            Refused: the template breaks the rule of prefixes.
+        """
+        text = self._render(messages, tools)
+        if not text.startswith(prompt):
+            raise Refused(_prefix_error(text, prompt, text, length))
+        return text[len(prompt) :]
+
+    def _render(self, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False) -> str:
+        return self._call(messages, tools, add_generation_prompt, marked=False)[0]
+
+    def _render_marked(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
+        return self._call(messages, tools, False, marked=True)
+
+    def _call(
+        self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool, *, marked: bool
+    ) -> tuple[str, list[Span]]:
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=add_generation_prompt,
+                **self.variables,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise Refused(f"the chat template is malformed: line {error.lineno}: {error.message}") from error
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise BadRow("template", f"the chat template does not take these messages: {error}") from error
+        return texts[0], spans[0] if marked else []
+
+
+def target_mask(text: str, encoding: Encoding, spans: list[Span], special: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """Which tokens of a rendered chat are trained: uint8 [n].
+
+    Args:
+        text: the rendered chat.
+        special: bool [n], which of its tokens are special.
+
+    Raises:
+        Refused: no special token ends a turn.
+    """
+    mask = np.zeros(len(encoding.ids), dtype=np.uint8)
+    for start, end in spans:
+        inside = np.flatnonzero((encoding.ends > start) & (encoding.starts < end))
+        first, last = (int(inside[0]), int(inside[-1])) if len(inside) else (-1, -1)
+        if first < 0:  # an empty turn without marks of its own: what follows it may still end it
+            first = int(np.searchsorted(encoding.starts, start))
+            last = first - 1
+        mask[first : _end_of_turn(text, encoding, special, first, last) + 1] = 1
+    return mask
+
+
+def _end_of_turn(text: str, encoding: Encoding, special: NDArray[np.bool_], first: int, last: int) -> int:
+    """The index of the special token that ends the turn of tokens `first` to `last`, in it or right after it."""
+    for index in range(last, first - 1, -1):
+        if special[index]:
+            return index
+        if text[encoding.starts[index] : encoding.ends[index]].strip():
+            break
+    for index in range(last + 1, len(special)):
+        if special[index]:
+            return index
+        if text[encoding.starts[index] : encoding.ends[index]].strip():
+            break
+    raise Refused(
+        "the chat template puts no special token after an assistant's turn, so a model would never learn to stop; "
+        "give one with chat_template"
+    )
+
+
+def _prefix_error(text: str, before: str, after: str, turn: int) -> str:
+    other = before if not after.startswith(before) else after
+    longer = after if other is before else text
+    pairs = enumerate(zip(other, longer, strict=False))
+    same = next((index for index, (one, two) in pairs if one != two), min(len(other), len(longer)))
+    return (
+        f"the chat template is not made for training: with message {turn + 1} added, it renders the text before it "
+        f"differently ({other[same : same + 30]!r} becomes {longer[same : same + 30]!r}). Mark the assistant's turns "
+        "with {% generation %} in chat_template, or choose a template that keeps earlier turns as they are"
+    )
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in _strings(item)]
+    if isinstance(value, list | tuple):
+        return [text for item in value for text in _strings(item)]
+    return []
