@@ -31,7 +31,7 @@ def publish(store: Store, folder: Path, kind: str) -> str:
     Folders without files leave no trace.
 
     Raises:
-        ValueError: the folder holds no file, a link, a special file or a name that is not allowed, or the kind is unknown.
+        ValueError: the folder has no file, a link, a special file or a name that is not allowed; or an unknown kind.
         StoreError: the store cannot be written, or a file cannot be read.
     """
     return import_files(store, files_below(folder), kind)
