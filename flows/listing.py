@@ -1,0 +1,261 @@
+"""The verbs that read: status, logs, lineage, verify, pull, sample, refs.
+
+Each takes the store's URL and prints to standard output: text for people, or one JSON value with `as_json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from flows import figures
+from flows.names import UnknownName, find_run, read_refs, resolve
+from stages.artifacts import (
+    Store,
+    fetch,
+    list_runs,
+    open_store,
+    pull,
+    read_log,
+    read_manifest,
+    verify_all,
+    verify_artifact,
+)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+
+
+def status(store_url: str, run: str | None, number: int, *, as_json: bool) -> None:
+    """The last runs, or the steps of one.
+
+    Raises:
+        UnknownName: there is no such run.
+    """
+    store = open_store(store_url)
+    if run is not None:
+        record = find_run(store, run)
+        _print_json(record) if as_json else print("\n".join(_run_lines(record)))
+        return
+    records = [record for _, record in zip(range(number), list_runs(store), strict=False)]
+    if as_json:
+        _print_json(records)
+    elif not records:
+        print(f"No runs in store {store.url} yet. `headrace run quickstart` makes one.")
+    else:
+        print("\n".join(_run_line(record) for record in records))
+
+
+def _run_line(record: dict[str, Any]) -> str:
+    states: dict[str, int] = {}
+    for step in record.get("steps", {}).values():
+        states[step.get("status", "?")] = states.get(step.get("status", "?"), 0) + 1
+    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    took = figures.duration(record["seconds"]) if record.get("seconds") is not None else ""
+    started = _local(record.get("started"))
+    recipe, state = record.get("recipe", ""), record.get("state", "")
+    return f"  {record['id']:<22} {recipe:<16} {state:<8} {started:>12}  {took:>8}  {counts}".rstrip()
+
+
+def _run_lines(record: dict[str, Any]) -> list[str]:
+    steps = record.get("steps", {})
+    width = max((len(name) for name in steps), default=0)
+    lines = [_run_line(record)]
+    for name, step in steps.items():
+        took = figures.duration(step["seconds"]) if step.get("seconds") is not None else ""
+        told = step.get("message") or figures.headline(step.get("metrics") or {})
+        state, digest = step.get("status", ""), figures.short(step.get("artifact"))
+        lines.append(f"    {name:<{width}}  {state:<8} {took:>8}  {digest:<12}  {told}".rstrip())
+    return lines
+
+
+def _local(stamp: str | None) -> str:
+    """An ISO 8601 time as the local "2 Nov 14:03"."""
+    if not stamp:
+        return ""
+    return f"{datetime.fromisoformat(stamp).astimezone():%d %b %H:%M}".lstrip("0")
+
+
+def logs(store_url: str, run: str | None, step: str | None, *, as_json: bool) -> None:
+    """What the steps of a run said; with one name that is no run, the newest run with a step of that name.
+
+    Raises:
+        UnknownName: there is no such run or step.
+    """
+    store = open_store(store_url)
+    record, step = _run_and_step(store, run, step)
+    found = False
+    for event in read_log(store, record["id"], step):
+        found = True
+        if as_json:
+            print(json.dumps(event, ensure_ascii=False))
+        elif text := _log_text(event):
+            print(f"{_clock(event)} {event.get('step', ''):<12} {text}")
+    if not found and not as_json:
+        said = f"step {step} of run {record['id']}" if step else f"run {record['id']}"
+        print(f"{said}: nothing was logged; its steps were cached or did not start.")
+
+
+def _run_and_step(store: Store, run: str | None, step: str | None) -> tuple[dict[str, Any], str | None]:
+    if run is not None and step is None:
+        try:
+            return find_run(store, run), None
+        except UnknownName:
+            for record in list_runs(store):
+                if run in record.get("steps", {}):
+                    return record, run
+            raise
+    record = find_run(store, run)
+    if step is not None and step not in record.get("steps", {}):
+        steps = ", ".join(record.get("steps", {}))
+        raise UnknownName(f"run {record['id']} has no step {step!r}. Its steps: {steps}.")
+    return record, step
+
+
+def _clock(event: dict[str, Any]) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(float(event.get("time") or 0)))
+
+
+def _log_text(event: dict[str, Any]) -> str:
+    """An event as a line of a log; "" for those that only move a progress bar."""
+    match event.get("type"):
+        case "log":
+            level = str(event.get("level", "info"))
+            return ("" if level == "info" else f"{level}: ") + str(event.get("text", ""))
+        case "metric":
+            values = " · ".join(f"{name} {figures.number(value)}" for name, value in event.get("values", {}).items())
+            return f"step {event.get('at')}: {values}"
+        case "resumed":
+            return f"resumed at step {event.get('at')}"
+        case "saved":
+            return f"saved at step {event.get('at')} ({figures.duration(event.get('seconds') or 0.0)})"
+        case "outcome":
+            return f"ended: {event.get('state')} ({event.get('code')}) {event.get('message') or ''}".rstrip()
+        case "step":
+            return f"{event.get('state')} {event.get('message') or ''}".rstrip()
+    return ""
+
+
+def lineage(store_url: str, name: str, *, all_files: bool, as_mermaid: bool, as_json: bool) -> None:
+    """What an artifact was made from, as a tree, JSON or Mermaid.
+
+    Raises:
+        UnknownName: there is no such artifact.
+    """
+    from flows.lineage.graph import trace
+    from flows.lineage.render import mermaid, tree
+
+    store = open_store(store_url)
+    graph = trace(store, resolve(store, name).digest)
+    if as_json:
+        _print_json(graph.to_json())
+    else:
+        print(mermaid(graph) if as_mermaid else tree(graph, all_files=all_files))
+
+
+def verify(store_url: str, name: str | None, *, as_json: bool) -> int:
+    """Recompute the hashes of one artifact or of the whole store. Returns the exit code: 0, or 1 if anything is wrong.
+
+    Raises:
+        UnknownName: there is no such artifact.
+    """
+    store = open_store(store_url)
+    started = time.monotonic()
+    if name is None:
+        damages = list(verify_all(store))
+        keys = [(info.key, info.size) for info in store.list("blobs/")]
+        artifacts = sum(1 for _ in store.list("manifests/"))
+    else:
+        digest = resolve(store, name).digest
+        damages = verify_artifact(store, digest)
+        artifacts, keys = 1, []
+        if not any(damage.key.startswith("manifests/") for damage in damages):
+            keys = [(entry.blob, entry.size) for entry in read_manifest(store, digest).files]
+    blobs = dict(keys)
+    if as_json:
+        _print_json(
+            {
+                "ok": not damages,
+                "artifacts": artifacts,
+                "files": len(blobs),
+                "bytes": sum(blobs.values()),
+                "damages": [
+                    {"key": item.key, "problem": item.problem, "artifact": item.artifact, "path": item.path}
+                    for item in damages
+                ],
+            }
+        )
+        return 1 if damages else 0
+    for damage in damages:
+        print(f"damaged: {damage}")
+    told = (
+        f"{figures.count(artifacts)} artifact{'s' * (artifacts != 1)}, {figures.count(len(blobs))} files, "
+        f"{figures.size(sum(blobs.values()))}, every hash recomputed ({figures.duration(time.monotonic() - started)})"
+    )
+    if damages:
+        print(f"{len(damages)} damaged of {told}")
+        print("Remove a damaged file from the store and run its recipe again: the step that made it runs again.")
+        return 1
+    print(f"ok: {told}")
+    return 0
+
+
+def pull_to(store_url: str, name: str, folder: Path, *, as_json: bool) -> None:
+    """Copy an artifact to a new or empty folder, verified.
+
+    Raises:
+        UnknownName: there is no such artifact.
+        StoreError: the folder is not empty, or the artifact is damaged.
+    """
+    store = open_store(store_url)
+    named = resolve(store, name)
+    manifest = pull(store, named.digest, folder)
+    if as_json:
+        files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in manifest.files]
+        _print_json({"artifact": named.digest, "kind": manifest.kind, "folder": str(folder), "files": files})
+        return
+    print(f"{named.label}: {manifest.kind}, {len(manifest.files)} files, {figures.size(manifest.size)} -> {folder}")
+    print(f"Check it at any time: cd {folder} && sha256sum -c SHA256SUMS")
+
+
+def sample(store_url: str, name: str, prompt: str) -> int:
+    """Run `python -m stages sample` on a checkpoint; its answer goes straight to standard output.
+
+    Returns:
+        The exit code of that process.
+
+    Raises:
+        UnknownName: there is no such artifact, or it is not a checkpoint.
+    """
+    store = open_store(store_url)
+    named = resolve(store, name)
+    kind = read_manifest(store, named.digest).kind
+    if kind != "checkpoint":
+        raise UnknownName(f"{name} is a {kind}; sample takes a checkpoint, such as the step sft, dpo or grpo.")
+    with tempfile.TemporaryDirectory(prefix="headrace-sample-") as scratch:
+        folder = Path(scratch) / "model"
+        fetch(store, named.digest, folder)
+        root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "stages", "sample", str(folder), prompt]
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
+
+
+def refs(store_url: str, *, as_json: bool) -> None:
+    """The references of a store."""
+    store = open_store(store_url)
+    found = read_refs(store)
+    if as_json:
+        _print_json([{"name": name, **value} for name, value in sorted(found.items())])
+    elif not found:
+        print(f"No references in store {store.url}.")
+    for name, value in [] if as_json else sorted(found.items()):
+        print(f"  {name:<24} {value.get('artifact', '')}")
