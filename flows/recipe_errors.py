@@ -138,9 +138,8 @@ def _sentence(details: ErrorDetails, model: type[BaseModel], data: Any, below: P
     message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if kind in ("value_error", "assertion_error"):
         return message
-    message = (
-        message.replace("Input should be", "should be").replace("dictionary", "mapping").split(", unable to parse")[0]
-    )
+    message = re.sub(r" or instance of \w+|, unable to parse.*", "", message)
+    message = message.replace("Input should be", "should be").replace("dictionary", "mapping")
     value = details["input"]
     return f"{message}, not {kind_of(value) if isinstance(value, dict | list) else repr(value)}"
 

@@ -1,0 +1,300 @@
+"""Where the inputs of a recipe that no step makes come from: files, the standard library, artifacts, refs and the hub.
+
+The model: `resolve` turns a reference into a `Source`: the digest of its artifact, as far as it can be known without
+writing anything, and what is needed to bring it into the store. `bring` does that and returns the digest.
+
+Invariants:
+- `resolve` writes nothing to the store and loads nothing from the network.
+- A `source` artifact holds the raw files as they are, so any model can be traced to bytes that are kept. The path of a
+  file in it never depends on where the data lies: it is relative to what the recipe's patterns have in common.
+- No pickle enters the store as part of a model: a model's folder is taken without them, and refused if there are no
+  safetensors beside them.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import re
+import sysconfig
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flows.recipe_model import InputRef, RecipeError
+from stages.artifacts import (
+    HashCache,
+    NotInStore,
+    Result,
+    Store,
+    StoreError,
+    import_files,
+    is_complete,
+    manifest_of,
+    read_manifest,
+    read_result,
+    resolve_digest,
+    write_result,
+)
+
+# What is taken of a model's folder: weights as safetensors, configuration, tokenizer, notes. Never pickles or code.
+MODEL_FILES = ("*.safetensors", "*.json", "*.jsonl", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*", "SHA256SUMS")
+MODEL_FOLDERS = ("additional_chat_templates",)
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_LEFT_OUT = {"__pycache__", "site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input from outside the recipe's steps.
+
+    Attributes:
+        ref: the reference.
+        kind: kind of its artifact; None for a model of the hub that was not fetched yet.
+        digest: of its artifact; None for a model of the hub that was not fetched yet.
+        files: for files: (path in the artifact, file), sorted.
+        holds: for a dataset: what its rows are, where that is known.
+    """
+
+    ref: InputRef
+    kind: str | None
+    digest: str | None
+    files: tuple[tuple[str, Path], ...] = ()
+    holds: str | None = None
+
+
+def resolve(ref: InputRef, folder: Path, store: Store, cache: HashCache | None = None) -> Source:
+    """What a reference stands for now.
+
+    Args:
+        ref: any reference but one to a step.
+        folder: the recipe's folder, which relative paths start from.
+        cache: remembers hashes of files.
+
+    Raises:
+        RecipeError: nothing matches, a file cannot be read, the store has no such artifact, or it is not whole.
+    """
+    try:
+        match ref.source:
+            case "files":
+                kind, files = find_files(ref.patterns, folder)
+                return Source(ref, kind, manifest_of(files, kind, cache).digest, tuple(files))
+            case "artifact":
+                return _stored(ref, store, resolve_digest(store, ref.target))
+            case "ref":
+                return _stored(ref, store, _read_ref(store, ref.target))
+            case "hf":
+                result = read_result(store, "hf", _hub_key(ref.target))
+                return Source(ref, None, None) if result is None else Source(ref, result.kind, result.artifact)
+    except (ValueError, StoreError) as error:
+        raise RecipeError(f"{ref.where}: input {ref.name}: {str(error).rstrip('.')}.") from error
+    raise ValueError(f"{ref.text} is the output of a step")
+
+
+def bring(source: Source, store: Store, run: str) -> str:
+    """Have the artifact of a source in the store, and return its digest.
+
+    Raises:
+        RecipeError: a file changed or vanished since it was resolved, or a model cannot be had from the hub.
+    """
+    ref = source.ref
+    try:
+        if source.digest is not None and is_complete(store, source.digest):
+            return source.digest
+        if ref.source == "hf":
+            return _bring_from_hub(ref, store, run)
+        if not source.files or source.kind is None:
+            raise NotInStore(f"store {store.url} no longer holds all of {source.digest}; `headrace verify` says more")
+        digest = import_files(store, list(source.files), source.kind)
+    except (ValueError, StoreError) as error:
+        raise RecipeError(f"{ref.where}: input {ref.name}: {str(error).rstrip('.')}.") from error
+    if digest != source.digest:
+        raise RecipeError(
+            f"{ref.where}: input {ref.name}: {ref.text} changed while the run was starting; run it again."
+        )
+    return digest
+
+
+def find_files(patterns: tuple[str, ...], folder: Path) -> tuple[str, list[tuple[str, Path]]]:
+    """The kind of artifact that patterns give, and its files as (path in the artifact, file), sorted.
+
+    A pattern is a file, a folder (all of its files but hidden ones), a glob ("**" crosses folders), or "stdlib:GLOB".
+    One folder with a config.json is a model and gives a `checkpoint`; everything else gives a `source`.
+
+    Raises:
+        ValueError: a pattern matches no file, two different files have the same path, or a model cannot be taken.
+    """
+    if len(patterns) == 1 and not patterns[0].startswith("stdlib:"):
+        place = _absolute(patterns[0], folder)
+        if (place / "config.json").is_file():
+            return "checkpoint", model_files(place)
+    library = [pattern for pattern in patterns if pattern.startswith("stdlib:")]
+    found: dict[str, Path] = {}
+    for pattern in library:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = _expand(root, pattern.removeprefix("stdlib:"))
+        if not files:
+            raise ValueError(f"{pattern!r} matches no file of Python's standard library in {root}")
+        found.update((path.relative_to(root).as_posix(), path) for path in files)
+    bases: list[Path] = []
+    plain: list[Path] = []
+    for pattern in patterns:
+        if pattern not in library:
+            base, files = _match(pattern, folder)
+            bases.append(base)
+            plain.extend(files)
+    common = Path(os.path.commonpath(bases)) if bases else folder
+    for path in dict.fromkeys(plain):
+        name = path.relative_to(common).as_posix()
+        if name in found and found[name] != path:
+            raise ValueError(f"{path} and {found[name]} would both be {name} in the artifact; rename one")
+        found[name] = path
+    return "source", sorted(found.items())
+
+
+def _absolute(pattern: str, folder: Path) -> Path:
+    return Path(os.path.normpath(folder / Path(pattern).expanduser()))
+
+
+def _match(pattern: str, folder: Path) -> tuple[Path, list[Path]]:
+    """The files of one pattern, and the folder that their paths start from."""
+    path = _absolute(pattern, folder)
+    if path.is_file():
+        return path.parent, [path]
+    if path.is_dir():
+        files = _expand(path, "**")
+        if not files:
+            raise ValueError(f"folder {path} holds no files")
+        return path, files
+    if not glob.has_magic(pattern):
+        here = Path(os.path.abspath(Path(pattern).expanduser()))
+        hint = f"; paths start from the recipe's folder, and {here} exists: give that" if here.exists() else ""
+        raise ValueError(f"there is no file {path}{hint}")
+    parts = Path(pattern).expanduser().parts
+    fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+    base = _absolute(str(Path(*parts[:fixed])), folder)
+    files = _expand(base, str(Path(*parts[fixed:])))
+    if not files:
+        missing = "" if base.is_dir() else ", which does not exist"
+        raise ValueError(f"{pattern!r} matches no file below {base}{missing}")
+    return base, files
+
+
+def _expand(base: Path, pattern: str) -> list[Path]:
+    """The regular files below `base` that a glob matches, hidden ones and caches left out.
+
+    Raises:
+        ValueError: a link that it matches leads nowhere; leaving it out would lose data unseen.
+    """
+    result = []
+    for name in sorted(glob.glob(pattern, root_dir=base, recursive=True)):
+        path = base / name
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{path} is a link to a file that does not exist")
+        if path.is_file() and not _LEFT_OUT.intersection(Path(name).parts):
+            result.append(path)
+    return result
+
+
+def model_files(folder: Path) -> list[tuple[str, Path]]:
+    """The files of a Hugging Face model's folder that an artifact takes, as (path in the artifact, file).
+
+    Raises:
+        ValueError: there are no safetensors weights.
+    """
+    found = [path for pattern in MODEL_FILES for path in folder.glob(pattern) if path.is_file()]
+    for name in MODEL_FOLDERS:
+        found.extend(path for path in (folder / name).glob("*.jinja") if path.is_file())
+    visible = {path.relative_to(folder).as_posix(): path for path in found if not path.name.startswith(".")}
+    files = sorted(visible.items())
+    if not any(name.endswith(".safetensors") for name, _ in files):
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+        if pickles:
+            raise ValueError(
+                f"{folder} has its weights as a pickle ({pickles[0]}), which can run code when opened; convert it "
+                "to safetensors first (load it with transformers where you trust it, then save_pretrained)"
+            )
+        raise ValueError(f"{folder} has a config.json but no *.safetensors weights")
+    return files
+
+
+def _stored(ref: InputRef, store: Store, digest: str) -> Source:
+    """An artifact that must be whole in the store already."""
+    manifest = read_manifest(store, digest)
+    if not is_complete(store, digest):
+        raise ValueError(
+            f"artifact {digest} is not whole in store {store.url}; `headrace verify` names what is missing"
+        )
+    holds = None
+    for entry in manifest.files:
+        if manifest.kind == "dataset" and entry.path == "dataset.json":
+            holds = json.loads(store.get(entry.blob)).get("holds")
+    return Source(ref, manifest.kind, digest, holds=holds)
+
+
+def _read_ref(store: Store, name: str) -> str:
+    try:
+        value = json.loads(store.get(f"refs/{name}.json"))
+    except NotInStore:
+        names = sorted(info.key.removeprefix("refs/").removesuffix(".json") for info in store.list("refs/"))
+        raise ValueError(f"store {store.url} has no reference {name}; it has {', '.join(names) or 'none'}") from None
+    if not isinstance(value, dict) or not isinstance(value.get("artifact"), str):
+        raise ValueError(f"refs/{name}.json in store {store.url} names no artifact")
+    return str(value["artifact"])
+
+
+# Models of the Hugging Face hub
+
+
+def _hub_key(target: str) -> str:
+    """The key under which the result of fetching "ORG/NAME@REVISION" is remembered, as stage "hf"."""
+    return hashlib.sha256(f"hf:{target}".encode()).hexdigest()
+
+
+def _bring_from_hub(ref: InputRef, store: Store, run: str) -> str:
+    started = datetime.now(UTC)
+    folder = _download(ref.target)
+    digest = import_files(store, model_files(folder), "checkpoint")
+    finished = datetime.now(UTC)
+    record: dict[str, Any] = {
+        "artifact": digest,
+        "kind": "checkpoint",
+        "stage": "hf",
+        "step": re.sub(r"[^\w.-]", "-", ref.target.partition("@")[0]),
+        "key": _hub_key(ref.target),
+        "run": run,
+        "config": {"model": ref.target},
+        "identity": {"model": ref.target},
+        "started": started.isoformat(),
+        "finished": finished.isoformat(),
+        "seconds": round((finished - started).total_seconds(), 3),
+    }
+    write_result(store, Result.model_validate(record))
+    return digest
+
+
+def _download(target: str) -> Path:
+    """The folder of a model in the local cache of the hub, downloaded where it is not there yet.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    from huggingface_hub import snapshot_download  # takes 0.3 s to import, and few recipes need it
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    name, _, revision = target.partition("@")
+    patterns = [*MODEL_FILES, *(f"{folder}/*.jinja" for folder in MODEL_FOLDERS)]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{target} is not in the local cache of the hub, and the hub cannot be reached; fetch it where there is a "
+            f"network (hf download {name} --revision {revision}), or give the folder of a copy"
+        ) from None
+    except HfHubHTTPError as error:
+        raise ValueError(f"the hub does not give {target}: {str(error).splitlines()[0]}") from None
+    except OSError as error:
+        raise ValueError(f"{target} cannot be fetched from the hub: {error}") from None
