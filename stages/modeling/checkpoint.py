@@ -1,0 +1,232 @@
+"""Hugging Face folders: reading them safely, and writing them so that every published one is known to open.
+
+A saved checkpoint is a plain folder that transformers, vLLM and lm-eval open as it is. Its bytes depend on the weights,
+the tokenizer and the version of transformers only: no path, host or time is in it. Before `save_checkpoint` returns,
+the folder is loaded back and its logits compared with the live model (the export gate). Weights are read from
+safetensors alone, and no code of a model folder is ever run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from stages.contract import Refused
+
+SUMS = "SHA256SUMS"
+_PATH_KEYS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file")
+
+
+def load_model(
+    folder: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """Load a causal LM from a Hugging Face folder of safetensors.
+
+    Args:
+        folder: the checkpoint.
+        dtype: weights are converted to it.
+        device: where the weights end up.
+
+    Raises:
+        Refused: the folder has no config.json, no safetensors, needs code of its own, or its weights are incomplete.
+    """
+    folder = Path(folder)
+    config = _read_json(folder, "config.json")
+    if "auto_map" in config:
+        raise Refused(f"model {folder.name}: its config.json asks for code of its own (auto_map), which is never run")
+    if not list(folder.glob("*.safetensors")):
+        raise Refused(f"model {folder.name} has no *.safetensors; convert its weights first")
+    transformers_logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise Refused(f"model {folder.name} cannot be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise Refused(f"model {folder.name}: {len(missing)} weights are missing, the first is {missing[0]}")
+    align(model)
+    model.to(device)
+    return model
+
+
+def align(model: torch.nn.Module) -> None:
+    """Copy weights that lie in memory mapped from a file onto PyTorch's own 64-byte boundaries.
+
+    Vectorised sums can differ in the last bit between alignments, and a resumed run must repeat them exactly.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.data_ptr() % 64:
+            tensor.data = tensor.data.clone()
+
+
+def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a Hugging Face folder, with its chat template.
+
+    Raises:
+        Refused: there is none, or it cannot be read.
+    """
+    folder = Path(folder)
+    if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
+        raise Refused(f"{folder.name} has no tokenizer (tokenizer.json is missing)")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise Refused(f"the tokenizer of {folder.name} cannot be loaded: {error}") from error
+
+
+def end_of_turn_ids(tokenizer: Any) -> list[int]:
+    """The token ids that end a turn: the tokenizer's end of sequence, and what its chat template puts after a reply.
+
+    The template is asked by rendering a reply and looking at the first special token behind it.
+    """
+    ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    if not getattr(tokenizer, "chat_template", None):
+        return ids
+    reply = "qzreply"
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": reply}]
+    try:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # a template may raise whatever it likes for a conversation it does not serve
+        return ids
+    tail = rendered.rpartition(reply)[2]
+    special = set(tokenizer.all_special_ids) | {
+        index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    for index in tokenizer(tail, add_special_tokens=False)["input_ids"]:
+        if index in special:
+            return ids if index in ids else [*ids, index]
+    return ids
+
+
+def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a plain Hugging Face folder and prove that it opens.
+
+    Call it last: `SHA256SUMS` covers every file of `folder`, training.jsonl included.
+
+    Args:
+        model: the trained model.
+        tokenizer: saved beside it, with its chat template.
+        folder: an existing folder; files of the same names are replaced.
+
+    Raises:
+        RuntimeError: the export gate found that the saved folder does not give the live model back.
+    """
+    transformers_logging.disable_progress_bar()
+    model.generation_config = _generation_config(model, tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        _tidy_json(folder / name)
+    check_export(model, tokenizer, folder)
+    write_sums(folder)
+
+
+def _generation_config(model: PreTrainedModel, tokenizer: Any) -> GenerationConfig:
+    config = model.generation_config or GenerationConfig()
+    known = config.eos_token_id
+    ids = list(known) if isinstance(known, list | tuple) else [] if known is None else [known]
+    ids += [index for index in end_of_turn_ids(tokenizer) if index not in ids]
+    if ids:
+        config.eos_token_id = ids[0] if len(ids) == 1 else ids
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ids or [None])[0]
+    if config.bos_token_id is None:
+        config.bos_token_id = tokenizer.bos_token_id
+    return config
+
+
+def _tidy_json(path: Path) -> None:
+    """Sort the keys and drop whatever says where the files came from."""
+    if not path.exists():
+        return
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for key in _PATH_KEYS:
+        content.pop(key, None)
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_export(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Reload `folder` with plain transformers and compare it with the live model.
+
+    Checked: logits on fixed tokens, parameter names, dtype, tied weights, vocabulary, end of turn, and chat template.
+
+    Raises:
+        RuntimeError: naming the first difference.
+    """
+
+    def fail(what: str) -> None:
+        raise RuntimeError(f"export gate: {what}; nothing is published")
+
+    reloaded, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", local_files_only=True, use_safetensors=True, output_loading_info=True
+    )
+    if report["missing_keys"] or report["unexpected_keys"]:
+        odd = sorted([*report["missing_keys"], *report["unexpected_keys"]])
+        fail(f"the saved weights do not match the architecture ({odd[0]})")
+    if reloaded.dtype != model.dtype:
+        fail(f"saved in {reloaded.dtype}, the live model is {model.dtype}")
+    rows = reloaded.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        fail(f"the tokenizer has {len(tokenizer)} tokens, the embedding only {rows} rows")
+    if _is_tied(model) != _is_tied(reloaded):
+        fail("the tie between embedding and head is lost")
+    ids = (torch.arange(32, dtype=torch.int64) * 7919 % rows)[None]
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    reloaded.eval()
+    try:
+        with torch.no_grad():
+            live = model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()
+            saved = reloaded(input_ids=ids, use_cache=False).logits.float()
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    # On one device the two are equal to the bit; another device and low precision leave room for rounding.
+    tolerance = 1e-4 if model.dtype == torch.float32 and model.device.type == "cpu" else 5e-2
+    if not torch.allclose(live, saved, rtol=tolerance, atol=tolerance):
+        fail(f"logits of the saved folder differ by {(live - saved).abs().max():.3g}")
+    again = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if again.get_vocab() != tokenizer.get_vocab():
+        fail("the saved tokenizer has another vocabulary")
+    if getattr(again, "chat_template", None) != getattr(tokenizer, "chat_template", None):
+        fail("the chat template is lost")
+    eos = reloaded.generation_config.eos_token_id
+    eos = eos if isinstance(eos, list) else [eos]
+    if missing := [index for index in end_of_turn_ids(tokenizer) if index not in eos]:
+        fail(f"generation_config.json does not end at token {missing[0]}")
+
+
+def _is_tied(model: Any) -> bool:
+    output = model.get_output_embeddings()
+    return output is not None and output.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+
+
+def write_sums(folder: Path) -> None:
+    """Write `SHA256SUMS` over all other files of `folder`, in the format of sha256sum, sorted by path."""
+    lines = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name == SUMS:
+            continue
+        with path.open("rb") as file:
+            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n")
+    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Refused(f"{folder.name} is not a model folder: {name} is missing") from None
+    except ValueError as error:
+        raise Refused(f"{folder.name}/{name} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise Refused(f"{folder.name}/{name} is not a JSON object")
+    return content

@@ -1,0 +1,75 @@
+"""Next-token prediction on packed rows: what pretrain and sft train.
+
+The loss of a step is the summed negative log-likelihood of its target tokens over their number. Which tokens are
+targets is the dataset's word (`loss_mask`): all but the first of a document for text, the assistant's turns for chat.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stages.modeling.logprobs import token_logprobs
+from stages.training.config import TrainingConfig
+from stages.training.loop import Figures, MicroBatch
+from stages.training.order import batch_rows
+
+
+class CausalLM:
+    """Objective over packed rows. See `stages.training.loop.Objective`.
+
+    Args:
+        input_ids: int32 [rows, length].
+        segment_ids: int32 [rows, length], the document of each token from 1; 0 is padding.
+        loss_mask: uint8 [rows, length], 1 where the token is a target.
+        config: batch sizes and seed.
+    """
+
+    def __init__(
+        self, input_ids: np.ndarray, segment_ids: np.ndarray, loss_mask: np.ndarray, config: TrainingConfig
+    ) -> None:
+        self.input_ids, self.segment_ids, self.loss_mask = input_ids, segment_ids, loss_mask
+        self.config = config
+        self.limit = None if config.max_steps is not None else config.total_rows(len(input_ids))
+        self.targets_in_rows = loss_mask.sum(axis=1, dtype=np.int64)
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """The rows of optimiser step `step`; columns that are padding in the whole micro-batch are cut off."""
+        config = self.config
+        rows = batch_rows(len(self.input_ids), config.train_batch_size, config.seed, step, self.limit)
+        size = config.micro_batch_size()
+        batches = []
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            weight = int(self.targets_in_rows[part].sum())
+            if weight == 0:
+                continue
+            segments = self.segment_ids[part]
+            length = int(np.flatnonzero(segments.any(axis=0))[-1]) + 1
+            tensors = {
+                "input_ids": torch.from_numpy(self.input_ids[part, :length]),
+                "segment_ids": torch.from_numpy(segments[:, :length]),
+                "loss_mask": torch.from_numpy(self.loss_mask[part, :length]),
+            }
+            batches.append(MicroBatch(tensors, weight=weight, tokens=int((segments > 0).sum())))
+        return batches
+
+    def loss(self, model: Any, batch: MicroBatch) -> tuple[Tensor, Figures]:
+        """Summed cross-entropy (nats) of the targets."""
+        tensors = batch.tensors
+        logprobs = token_logprobs(model, tensors["input_ids"], tensors["loss_mask"], segment_ids=tensors["segment_ids"])
+        return -logprobs.sum(), {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Nothing beside the step: the order of the data is a function of it."""
+        return {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Nothing to put back."""
+
+    def metrics(self) -> dict[str, float]:
+        """None beside the loss."""
+        return {}

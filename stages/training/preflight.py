@@ -1,0 +1,123 @@
+"""What is checked before the first step, so that a run that cannot work ends at once with a sentence (code 83).
+
+Everything here costs seconds at most and needs no training step: data, tokenizer against tokenizer, vocabulary against
+embedding rows, row length against positions, batch arithmetic, and that the model keeps packed documents apart.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stages.contract import Refused
+from stages.modeling.packing import keeps_documents_apart
+from stages.training.config import TrainingConfig
+
+
+def check_rows(rows: int, targets: int, config: TrainingConfig, what: str) -> None:
+    """There is data to train on, and a batch fits into it.
+
+    Args:
+        rows: rows of the training split.
+        targets: target tokens (or pairs, or prompts) in it.
+        config: the batch sizes.
+        what: how to call the data in a message, such as "input data".
+
+    Raises:
+        Refused: no rows, no targets, or a batch larger than the data.
+    """
+    if rows == 0:
+        raise Refused(f"{what}: the train split has no rows")
+    if targets == 0:
+        raise Refused(f"{what}: no token of the train split is trained on; check its loss mask or chat format")
+    if config.train_batch_size > rows:
+        raise Refused(
+            f"train_batch_size is {config.train_batch_size}, but {what} has only {rows} rows; lower it, or add data"
+        )
+
+
+def check_model(model: Any, tokenizer: Any, *, max_token: int, length: int, packed: bool, what: str) -> None:
+    """The model can read these tokens at this length.
+
+    Args:
+        model: a transformers causal LM.
+        tokenizer: the tokenizer that will be saved with it.
+        max_token: largest token id in the data.
+        length: longest row of the data, in tokens.
+        packed: whether rows hold several documents.
+        what: how to call the data in a message.
+
+    Raises:
+        Refused: the vocabulary or the positions do not suffice, or the model mixes packed documents.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    if max(max_token + 1, len(tokenizer)) > rows:
+        raise Refused(
+            f"{what} was tokenized with {max(max_token + 1, len(tokenizer))} tokens, but the model's embedding has "
+            f"only {rows} rows; tokenize with the model's own tokenizer"
+        )
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise Refused(
+            f"{what} has rows of {length} tokens, but the model has only {positions} positions "
+            "(max_position_embeddings); tokenize with a shorter row_length"
+        )
+    if packed and not keeps_documents_apart(model):
+        raise Refused(
+            f"{what} packs several documents into a row, and the model ({model.config.model_type}) cannot keep them "
+            "apart; tokenize without packing"
+        )
+
+
+def check_same_tokenizer(model_folder: Path, data_tokenizer: Path, what: str) -> None:
+    """The data was tokenized with the model's own tokenizer (its chat template may differ).
+
+    Args:
+        model_folder: a checkpoint; one without a tokenizer passes.
+        data_tokenizer: the tokenizer folder of the dataset.
+        what: how to call the data in a message.
+
+    Raises:
+        Refused: naming the first difference.
+    """
+    ours, theirs = _tokenizer_json(model_folder), _tokenizer_json(data_tokenizer)
+    if ours is None or ours == theirs:
+        return
+    advice = "give the tokenize step this model as its tokenizer"
+    if theirs is None:
+        raise Refused(f"{what} holds no tokenizer.json, so it cannot be compared with the model's; {advice}")
+    own, other = _vocabulary(ours), _vocabulary(theirs)
+    if own != other:
+        odd = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))[0]
+        raise Refused(
+            f"{what} was tokenized with another vocabulary than the model's ({len(other)} tokens against {len(own)}; "
+            f"token {odd!r} is {other.get(odd, 'absent')} there and {own.get(odd, 'absent')} in the model); {advice}"
+        )
+    part = next(name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name))
+    raise Refused(f"{what} was tokenized with another tokenizer than the model's (its {part} differs); {advice}")
+
+
+def _tokenizer_json(folder: Path) -> dict[str, Any] | None:
+    """tokenizer.json without what changes no token id."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("version", "truncation", "padding"):
+        content.pop(name, None)
+    return content
+
+
+def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
+    vocab = content.get("model", {}).get("vocab", {})
+    if isinstance(vocab, list):  # a unigram model lists [token, score]
+        vocab = {entry[0]: index for index, entry in enumerate(vocab)}
+    return dict(vocab) | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+
+
+def largest_token(*arrays: np.ndarray) -> int:
+    """The largest token id in integer arrays of any shape; -1 where all are empty."""
+    return max((int(array.max()) for array in arrays if array.size), default=-1)

@@ -1,0 +1,149 @@
+"""Saved progress: everything that decides how a run goes on.
+
+A snapshot is a folder: `model.safetensors`, `optimizer.safetensors`, `objective.safetensors`, `state.json` (step,
+random streams, skip counters, seconds spent) and `training.jsonl` (the records so far). It is written after an
+optimiser step, so that nothing of a step is half done. Restoring copies into tensors that PyTorch allocated: memory
+mapped from a file may lie on other boundaries, where vectorised sums can differ in the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stages.training.optimizers import load_optimizer_tensors, optimizer_tensors
+
+FORMAT = 1
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: optimiser steps done.
+        skipped: steps skipped because of a non-finite loss or gradient.
+        skipped_in_a_row: how many of the latest steps were skipped.
+        seconds: wall-clock seconds spent training, over all attempts.
+        scaler: state of the fp16 loss scaler, where there is one.
+    """
+
+    step: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    seconds: float = 0.0
+    scaler: dict[str, Any] = field(default_factory=dict)
+
+
+def _model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, tied ones once."""
+    kept = set(model.state_dict(keep_vars=True))
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+    return tensors
+
+
+def _random_streams() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    plain = {
+        "python": [version, list(words), gauss],
+        "numpy": [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+    tensors = {"random/cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tensors["random/cuda"] = torch.cuda.get_rng_state()
+    return plain, tensors
+
+
+def _set_random_streams(plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    version, words, gauss = plain["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = plain["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(tensors["random/cpu"])
+    if "random/cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["random/cuda"])
+
+
+def _packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    # safetensors refuses views and shared memory; a scalar optimiser slot may be either.
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def write_snapshot(
+    folder: Path,
+    progress: Progress,
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    extra: dict[str, Tensor],
+    records: Path,
+) -> None:
+    """Write a whole snapshot into the new folder `folder`.
+
+    Args:
+        folder: a path that does not exist yet.
+        progress: where the run is, after an optimiser step.
+        model: its weights as they are now.
+        optimizers: their state as it is now.
+        extra: what the objective adds.
+        records: the training.jsonl so far, copied.
+    """
+    folder.mkdir(parents=True)
+    plain, streams = _random_streams()
+    save_file(_packed(_model_tensors(model)), folder / "model.safetensors")
+    save_file(_packed(dict(optimizer_tensors(model, optimizers)) | streams), folder / "optimizer.safetensors")
+    save_file(_packed(extra), folder / "objective.safetensors")
+    shutil.copyfile(records, folder / "training.jsonl")
+    state = {
+        "format": FORMAT,
+        "step": progress.step,
+        "skipped": progress.skipped,
+        "skipped_in_a_row": progress.skipped_in_a_row,
+        "seconds": progress.seconds,
+        "scaler": progress.scaler,
+        "random": plain,
+    }
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def read_snapshot(
+    folder: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], records: Path
+) -> tuple[Progress, dict[str, Tensor]]:
+    """Put a snapshot back into model, optimisers, random streams and `records`.
+
+    Returns:
+        The progress, and the objective's extra tensors.
+
+    Raises:
+        ValueError: the snapshot is of another format or another model.
+    """
+    state = json.loads((folder / "state.json").read_text())
+    if state.get("format") != FORMAT:
+        raise ValueError(f"saved progress in {folder} has format {state.get('format')!r}, this version reads {FORMAT}")
+    saved, live = load_file(folder / "model.safetensors"), _model_tensors(model)
+    if saved.keys() != live.keys():
+        odd = sorted(saved.keys() ^ live.keys())[0]
+        raise ValueError(f"saved progress in {folder} is of another model: {odd!r} is in only one of them")
+    with torch.no_grad():
+        for name, tensor in live.items():
+            if tensor.shape != saved[name].shape:
+                raise ValueError(f"saved progress in {folder} is of another model: {name!r} has another shape")
+            tensor.copy_(saved[name])
+    tensors = load_file(folder / "optimizer.safetensors")
+    streams = {name: tensors.pop(name) for name in list(tensors) if name.startswith("random/")}
+    load_optimizer_tensors(model, optimizers, tensors)
+    extra = {name: tensor.clone() for name, tensor in load_file(folder / "objective.safetensors").items()}
+    shutil.copyfile(folder / "training.jsonl", records)
+    _set_random_streams(state["random"], streams)
+    progress = Progress(state["step"], state["skipped"], state["skipped_in_a_row"], state["seconds"], state["scaler"])
+    return progress, extra
