@@ -3,16 +3,14 @@
 A batch of B pairs is 2B rows: the chosen completions, then the rejected ones, each after its prompt, padded on the
 right.
 
-Invariants:
-- A completion's log-probabilities depend on its own prompt and tokens only; padding and neighbours do not reach them.
-- Targets are the tokens of the completion, its end-of-turn token included, and never those of the prompt.
+Invariant:
+A completion's log-probabilities depend on its own prompt and tokens only; padding and neighbours do not reach them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +19,15 @@ from torch import Tensor
 
 from stages.contract import Refused
 from stages.modeling.logprobs import token_logprobs
+from stages.sampling.batches import completion_batch
 from stages.sampling.checks import check_sequences
 from stages.tokenize.dataset import Preference
 
 
-@dataclass(frozen=True)
-class PairBatch:
-    """2B rows of B pairs: `input_ids` int64, `attention_mask` int64 and `target_mask` bool, all [2B, length]."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    target_mask: Tensor
-
-    def tensors(self) -> dict[str, Tensor]:
-        """By name, as the training loop carries them."""
-        return {
-            "input_ids": self.input_ids,
-            "attention_mask": self.attention_mask,
-            "target_mask": self.target_mask,
-        }
-
-
-def pair_batch(pairs: Sequence[Preference], pad_id: int = 0) -> PairBatch:
-    """Put pairs into one padded batch; `pad_id` is any valid token id."""
-    rows = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
-    rows += [(pair.prompt_ids, pair.rejected_ids) for pair in pairs]
-    width = max(len(prompt) + len(completion) for prompt, completion in rows)
-    input_ids = torch.full((len(rows), width), pad_id)
-    attention_mask = torch.zeros(len(rows), width, dtype=torch.int64)
-    target_mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for row, (prompt, completion) in enumerate(rows):
-        end = len(prompt) + len(completion)
-        input_ids[row, :end] = torch.tensor([*prompt, *completion])
-        attention_mask[row, :end] = 1
-        target_mask[row, len(prompt) : end] = True
-    return PairBatch(input_ids, attention_mask, target_mask)
+def pair_batch(pairs: Sequence[Preference]) -> dict[str, Tensor]:
+    """The 2B rows of B pairs, chosen before rejected; see `completion_batch`."""
+    chosen = [(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
+    return completion_batch(chosen + [(pair.prompt_ids, pair.rejected_ids) for pair in pairs])
 
 
 def pair_logprobs(model: Any, pairs: Sequence[Preference]) -> list[tuple[list[float], list[float]]]:
@@ -65,11 +37,11 @@ def pair_logprobs(model: Any, pairs: Sequence[Preference]) -> list[tuple[list[fl
     with torch.no_grad():
         values = token_logprobs(
             model,
-            batch.input_ids.to(device),
-            batch.target_mask.to(device),
-            attention_mask=batch.attention_mask.to(device),
+            batch["input_ids"].to(device),
+            batch["target_mask"].to(device),
+            attention_mask=batch["attention_mask"].to(device),
         ).cpu()
-    rows = [values[row, mask].tolist() for row, mask in enumerate(batch.target_mask)]
+    rows = [values[row, mask].tolist() for row, mask in enumerate(batch["target_mask"])]
     return list(zip(rows[: len(pairs)], rows[len(pairs) :], strict=True))
 
 

@@ -116,7 +116,7 @@ def score(
         NonFinite: a reward is NaN or infinite; the message names the function and the row.
     """
     names = row_names if row_names is not None else [str(row) for row in range(len(prompts))]
-    given = {
+    given: dict[str, list[Any]] = {
         "prompts": list(prompts),
         "completions": list(completions),
         "completion_ids": [list(ids) for ids in completion_ids],

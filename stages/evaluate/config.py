@@ -1,0 +1,50 @@
+"""Settings of the evaluate stage: any number of checkpoints measured on the same data, with a report.
+
+This module imports no torch, for `flows` reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from stages.contract import ImportPath, Input, NotIdentity, StageConfig
+
+
+class Config(StageConfig):
+    """Settings of the evaluate stage. What is measured depends on the inputs given: text, prompts, preferences."""
+
+    VERSION: ClassVar[int] = 1
+    INPUTS: ClassVar[dict[str, Input]] = {
+        "models": Input(("checkpoint",), many=True, description="The checkpoints to compare."),
+        "text": Input(("dataset",), holds=("text", "chat"), required=False, description="Rows for bits per byte."),
+        "prompts": Input(("dataset",), holds=("prompt",), required=False, description="Prompts to answer and score."),
+        "preferences": Input(("dataset",), holds=("preference",), required=False, description="Pairs to rank."),
+    }
+    OUTPUT: ClassVar[str] = "report"
+
+    score: ImportPath | None = Field(
+        None,
+        description="module:function in the shape of a reward that gives 1 for a right completion and 0 for a wrong"
+        " one; needed with prompts.",
+    )
+    style: ImportPath | None = Field(
+        None, description="module:function in the same shape that says whether a completion shows its work (1 or 0)."
+    )
+    max_new_tokens: int = Field(64, ge=1, description="The longest completion, in tokens.")
+    sampled: int = Field(0, ge=0, description="Completions of each prompt at `temperature`, beside the greedy one.")
+    temperature: float = Field(1.0, gt=0, description="Temperature of the sampled completions.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of the sampled completions.")
+    text_split: Literal["validation", "train"] = Field("validation", description="The split of text to measure.")
+    prompts_split: Literal["validation", "train"] = Field("train", description="The split of prompts to answer.")
+    preferences_split: Literal["validation", "train"] = Field("train", description="The split of pairs to rank.")
+    # Rows that share a forward pass differ in their last bits from rows that do not, so batch sizes are identity.
+    per_device_eval_batch_size: int = Field(32, ge=1, description="Rows or pairs in one forward pass.")
+    generation_batch_size: int = Field(256, ge=1, description="Completions sampled together.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Precision of the weights and activations.")
+    num_samples_shown: int = Field(3, ge=0, description="Prompts whose answers the report shows, the first ones.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of the sampled completions, the same for every model.")
+    save_seconds: Annotated[float, NotIdentity()] = Field(
+        30.0, gt=0, description="Seconds between saves of progress; a model that is measured is one part."
+    )
