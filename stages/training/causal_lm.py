@@ -6,16 +6,21 @@ targets is the dataset's word (`loss_mask`): all but the first of a document for
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stages.contract import StageContext
+from stages.modeling.checkpoint import save_checkpoint
 from stages.modeling.logprobs import token_logprobs
+from stages.tokenize.dataset import read_packed
 from stages.training.config import TrainingConfig
-from stages.training.loop import Figures, MicroBatch
+from stages.training.loop import Figures, MicroBatch, train
 from stages.training.order import batch_rows
+from stages.training.preflight import check_model, check_rows, largest_token
 
 
 class CausalLM:
@@ -73,3 +78,33 @@ class CausalLM:
     def metrics(self) -> dict[str, float]:
         """None beside the loss."""
         return {}
+
+
+def train_on_packed(context: StageContext[Any], config: TrainingConfig, model: Any, tokenizer: Any, data: Path) -> None:
+    """Check, train, report and save: what pretrain and sft have in common.
+
+    Args:
+        context: the stage's context; the checkpoint goes into its output.
+        config: the training settings.
+        model: a causal LM in fp32 on its device.
+        tokenizer: saved with the model.
+        data: folder of a dataset that holds text or chat.
+
+    Raises:
+        Refused: see `stages.training.preflight`.
+    """
+    rows = read_packed(data, "train")
+    count, length = rows.input_ids.shape
+    check_rows(count, int(rows.loss_mask.sum(dtype=np.int64)), config, "input data")
+    check_model(
+        model,
+        tokenizer,
+        max_token=largest_token(rows.input_ids),
+        length=length,
+        packed=bool((rows.segment_ids > 1).any()),
+        what="input data",
+    )
+    objective = CausalLM(rows.input_ids, rows.segment_ids, rows.loss_mask, config)
+    metrics = train(context, config, model, tokenizer, objective, total_steps=config.total_steps(count))
+    context.summary(**metrics)
+    save_checkpoint(model, tokenizer, context.output)

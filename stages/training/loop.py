@@ -282,7 +282,6 @@ class _Saver:
         self.latest = time.monotonic()
         self.cost = 0.0
         self.step: int | None = None
-        self.folder: Path | None = None
 
     def due(self, step: int) -> bool:
         if step == self.step or step == 0:
@@ -307,10 +306,7 @@ class _Saver:
         shutil.rmtree(folder, ignore_errors=True)  # left by an earlier try at the same step
         write_snapshot(folder, progress, model, optimizers, objective.state(), records)
         self.context.work.save(progress.step, folder)
-        # The work area keeps one save in flight, so by now it is done with the folder before this one.
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.step, self.folder = progress.step, folder
+        self.step = progress.step
         self.latest = time.monotonic()
         self.cost = self.latest - begin
         self.context.saved(progress.step, self.cost)
