@@ -1,0 +1,58 @@
+"""`python -m stages`: the commands of a stage container.
+
+run SPEC.json           run one stage; events on standard output (see `stages.process`)
+serve [--grace N]       the fork server (see `stages.server`)
+sample FOLDER PROMPT    generate from a checkpoint folder (see `stages.sampling.cli`)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command and return its exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments else 2
+    command, rest = arguments[0], arguments[1:]
+    if command == "run" and len(rest) == 1:
+        _fix_hash_seed()
+        return _run(Path(rest[0]))
+    if command == "serve":
+        _fix_hash_seed()
+        from stages.server import main as serve
+
+        return serve(rest)
+    if command == "sample":
+        from stages.sampling.cli import main as sample
+
+        return sample(rest)
+    print(f"python -m stages: cannot understand {' '.join(arguments)!r}\n{__doc__}", file=sys.stderr)
+    return 2
+
+
+def _fix_hash_seed() -> None:
+    """Start again with PYTHONHASHSEED=0, so that no order of a set can differ between a stage and its resumption."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
+
+
+def _run(spec: Path) -> int:
+    from stages.process import run_spec
+
+    try:
+        events = os.dup(1)
+        os.dup2(2, 1)  # stray prints go to standard error
+    except OSError:  # a standard stream is closed
+        events = -1
+    code = run_spec(spec, events)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # everything is durable by now; exit hooks of libraries can only hang
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
