@@ -21,7 +21,7 @@ from stages.modeling.logprobs import token_logprobs
 from stages.reference.logprobs import ReferenceRow
 from stages.reference.pairs import pair_batch, pair_hash, pair_logprobs
 from stages.tokenize.dataset import Preference
-from stages.training.loop import MicroBatch
+from stages.training.loop import Figures, MicroBatch
 from stages.training.order import batch_rows
 
 # Greatest difference of a token's log-probability between the reference stage and here, at equal weights: float32
@@ -108,10 +108,10 @@ class PairObjective:
             sums = torch.tensor([self.reference_sums[index] for index in part], dtype=torch.float32)
             tensors["ref_chosen_logps"], tensors["ref_rejected_logps"] = sums[:, 0], sums[:, 1]
             tensors["nll_scale"] = torch.tensor(len(indices) / chosen_tokens)
-            batches.append(MicroBatch(tensors=tensors, weight=float(len(part))))
+            batches.append(MicroBatch(tensors, float(len(part)), int(tensors["attention_mask"].sum())))
         return batches
 
-    def loss(self, model: Any, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor | float]]:
+    def loss(self, model: Any, batch: MicroBatch) -> tuple[Tensor, Figures]:
         """The loss summed over the pairs of the batch, and sums of TRL's metrics."""
         tensors = batch.tensors
         logprobs = token_logprobs(
@@ -129,7 +129,7 @@ class PairObjective:
         )
         loss = pair_loss.losses.sum()
         margins = pair_loss.chosen_rewards - pair_loss.rejected_rewards
-        metrics: dict[str, Tensor | float] = {
+        metrics: Figures = {
             "rewards/chosen": pair_loss.chosen_rewards.sum(),
             "rewards/rejected": pair_loss.rejected_rewards.sum(),
             "rewards/margins": margins.sum(),

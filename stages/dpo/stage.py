@@ -8,23 +8,24 @@ from stages.dpo.objective import CHECKED_PAIRS, PairObjective, check_start, matc
 from stages.modeling.checkpoint import load_model, load_tokenizer, save_checkpoint
 from stages.reference.logprobs import read_logprobs
 from stages.reference.pairs import check_pairs, weights_hash
-from stages.sampling.checks import check_same_tokenizer
-from stages.tokenize.dataset import read_preferences
+from stages.tokenize.dataset import read_preferences, tokenizer_folder
 from stages.training.device import prepare
 from stages.training.loop import train
 from stages.training.order import batch_rows
+from stages.training.preflight import check_rows, check_same_tokenizer
 
 
 def run(context: StageContext[Config]) -> None:
     """Check the inputs against each other, train, and save the checkpoint."""
     config, inputs = context.config, context.inputs
     device = prepare(context.resources, config.seed, config.device)
-    check_same_tokenizer(inputs["model"], inputs["data"], model="input model", dataset="input data")
+    check_same_tokenizer(inputs["model"], tokenizer_folder(inputs["data"]), "input data")
     pairs = read_preferences(inputs["data"], "train")
     rows, info = read_logprobs(inputs["reference"])
     reference = match_reference(pairs, rows)
     model, tokenizer = load_model(inputs["model"], device=device), load_tokenizer(inputs["model"])
     check_pairs(model, pairs)
+    check_rows(len(pairs), sum(len(pair.chosen_ids) for pair in pairs), config, "input data")
 
     if info.weights == weights_hash(inputs["model"]):
         first = batch_rows(len(pairs), config.train_batch_size, config.seed, 0)[:CHECKED_PAIRS].tolist()

@@ -17,12 +17,12 @@ from stages.evaluate.measures import Answer, answer_prompts, bits_per_byte, pref
 from stages.evaluate.report import COLUMNS, Measured, write_report
 from stages.modeling.checkpoint import load_model, load_tokenizer
 from stages.reference.pairs import check_pairs
-from stages.sampling.checks import check_same_tokenizer
 from stages.sampling.groups import check_prompt_columns
 from stages.sampling.parts import Parts
 from stages.sampling.rewards import load_rewards
-from stages.tokenize.dataset import read_info, read_preferences, read_prompts
+from stages.tokenize.dataset import read_info, read_preferences, read_prompts, tokenizer_folder
 from stages.training.device import prepare
+from stages.training.preflight import check_same_tokenizer
 
 
 def run(context: StageContext[Config]) -> None:
@@ -100,4 +100,4 @@ def _check_inputs(context: StageContext[Config], models: dict[str, Path]) -> Non
         raise Refused("input prompts needs `score`, a module:function that gives 1 for a right completion and 0 else")
     for label, folder in models.items():
         for name in data:
-            check_same_tokenizer(folder, inputs[name], model=f"model {label}", dataset=f"input {name}")
+            check_same_tokenizer(folder, tokenizer_folder(inputs[name]), f"input {name} (beside model {label})")

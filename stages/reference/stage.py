@@ -18,17 +18,17 @@ from stages.modeling.checkpoint import load_model
 from stages.reference.config import Config
 from stages.reference.logprobs import ReferenceInfo, ReferenceRow, to_table, write_logprobs
 from stages.reference.pairs import check_pairs, pair_hash, pair_logprobs, weights_hash
-from stages.sampling.checks import check_same_tokenizer
 from stages.sampling.parts import Parts
-from stages.tokenize.dataset import read_preferences
+from stages.tokenize.dataset import read_preferences, tokenizer_folder
 from stages.training.device import prepare
+from stages.training.preflight import check_same_tokenizer
 
 
 def run(context: StageContext[Config]) -> None:
     """Compute and write the artifact."""
     config = context.config
     device = prepare(context.resources, seed=0)
-    check_same_tokenizer(context.inputs["model"], context.inputs["data"], model="input model", dataset="input data")
+    check_same_tokenizer(context.inputs["model"], tokenizer_folder(context.inputs["data"]), "input data")
     pairs = read_preferences(context.inputs["data"], "train")
     model = load_model(context.inputs["model"], dtype=getattr(torch, config.dtype), device=device).eval()
     check_pairs(model, pairs)

@@ -14,20 +14,20 @@ from stages.contract import StageContext
 from stages.modeling.checkpoint import load_model, load_tokenizer
 from stages.rollout.config import Config
 from stages.sampling import records
-from stages.sampling.checks import check_same_tokenizer
 from stages.sampling.generate import seeded_generator
 from stages.sampling.groups import Sampler, check_prompt_columns, score_sampled
 from stages.sampling.parts import Parts
 from stages.sampling.rewards import load_rewards
-from stages.tokenize.dataset import read_prompts
+from stages.tokenize.dataset import read_prompts, tokenizer_folder
 from stages.training.device import prepare
+from stages.training.preflight import check_same_tokenizer
 
 
 def run(context: StageContext[Config]) -> None:
     """Sample, score and write the rollouts."""
     config, inputs = context.config, context.inputs
     device = prepare(context.resources, seed=0)
-    check_same_tokenizer(inputs["model"], inputs["prompts"], model="input model", dataset="input prompts")
+    check_same_tokenizer(inputs["model"], tokenizer_folder(inputs["prompts"]), "input prompts")
     prompts = read_prompts(inputs["prompts"], config.split)[: config.limit]
     rewards = load_rewards(config.reward_funcs, config.reward_weights)
     model = load_model(inputs["model"], dtype=getattr(torch, config.dtype), device=device).eval()

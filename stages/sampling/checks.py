@@ -1,42 +1,15 @@
-"""Checks made before anything is sampled or trained: that a model and a dataset fit each other.
+"""Checks made before anything is sampled or trained: that a model can read and end the rows of a dataset.
 
 Each raises `contract.Refused` with one sentence that says what does not fit and how to mend it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from stages.contract import Refused
-from stages.tokenize.dataset import tokenizer_folder
-
-# Parts of tokenizer.json that say how batches are padded, not which ids a text gets.
-_NOT_TOKENS = ("padding", "truncation", "version")
-
-
-def check_same_tokenizer(model_folder: Path, dataset_folder: Path, *, model: str, dataset: str) -> None:
-    """Refuse a model whose tokenizer is not the one that the dataset was made with.
-
-    Args:
-        model, dataset: what the message calls them, such as "input model".
-    """
-    ours, theirs = _tokenizer(model_folder), _tokenizer(tokenizer_folder(dataset_folder))
-    if ours is not None and theirs is not None and ours != theirs:
-        raise Refused(
-            f"{model} and {dataset} have different tokenizers: the token ids would mean other text. Give {dataset}'s"
-            f" tokenize step the tokenizer of that model"
-        )
-
-
-def _tokenizer(folder: Path) -> dict[str, Any] | None:
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return None  # a tokenizer without the fast form; the vocabulary check still holds
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return {name: value for name, value in content.items() if name not in _NOT_TOKENS}
+from stages.modeling.checkpoint import end_of_turn_ids
 
 
 def check_sequences(model: Any, sequences: Iterable[tuple[str, int, int]], *, completion: int = 0) -> None:
@@ -67,13 +40,14 @@ def check_sequences(model: Any, sequences: Iterable[tuple[str, int, int]], *, co
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """The tokens that end a completion: those of the generation config and the tokenizer's own, in rising order.
+    """The tokens that end a completion: those of the generation config and the tokenizer's end of turn, in rising
+    order.
 
     Raises:
         Refused: there are none.
     """
     named = getattr(model.generation_config, "eos_token_id", None)
-    ids = set(named if isinstance(named, list | tuple) else [named]) | {tokenizer.eos_token_id}
+    ids = {*(named if isinstance(named, list | tuple) else [named]), *end_of_turn_ids(tokenizer)}
     found = sorted(token for token in ids if token is not None)
     if not found:
         raise Refused("the model has no end-of-turn token: set eos_token_id in its generation_config.json")
