@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.contract import Refused
-from stages.tokenize.readers import BadRow, clean_text
+from stages.tokenize.readers import BadRow, all_strings, clean_text
 from stages.tokenize.tokenizer import Encoding, TextTokenizer
 
 Message = dict[str, Any]
@@ -97,7 +97,7 @@ class ChatRenderer:
         Raises:
             BadRow: one is not.
         """
-        for text in _strings(messages):
+        for text in all_strings(messages):
             clean_text(text)
             if self._special is not None and (found := self._special.search(text)):
                 raise BadRow("control_token", f"a message holds the control token {found.group()!r} as text")
@@ -193,12 +193,16 @@ def target_mask(text: str, encoding: Encoding, spans: list[Span], special: NDArr
         if first < 0:  # an empty turn without marks of its own: what follows it may still end it
             first = int(np.searchsorted(encoding.starts, start))
             last = first - 1
-        mask[first : _end_of_turn(text, encoding, special, first, last) + 1] = 1
+        mask[first : end_of_turn(text, encoding, special, first, last) + 1] = 1
     return mask
 
 
-def _end_of_turn(text: str, encoding: Encoding, special: NDArray[np.bool_], first: int, last: int) -> int:
-    """The index of the special token that ends the turn of tokens `first` to `last`, in it or right after it."""
+def end_of_turn(text: str, encoding: Encoding, special: NDArray[np.bool_], first: int, last: int) -> int:
+    """The index of the special token that ends the turn of tokens `first` to `last`, in it or right after it.
+
+    Raises:
+        Refused: there is none.
+    """
     for index in range(last, first - 1, -1):
         if special[index]:
             return index
@@ -225,13 +229,3 @@ def _prefix_error(text: str, before: str, after: str, turn: int) -> str:
         f"differently ({other[same : same + 30]!r} becomes {longer[same : same + 30]!r}). Mark the assistant's turns "
         "with {% generation %} in chat_template, or choose a template that keeps earlier turns as they are"
     )
-
-
-def _strings(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        return [text for item in value.values() for text in _strings(item)]
-    if isinstance(value, list | tuple):
-        return [text for item in value for text in _strings(item)]
-    return []

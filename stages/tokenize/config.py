@@ -43,7 +43,7 @@ def template_fields(template: str) -> list[str]:
     for _, name, spec, conversion in string.Formatter().parse(template):
         if name is None:
             continue
-        if not name or spec or conversion or any(character in name for character in ".[]{}"):
+        if not name or name.isdigit() or spec or conversion or any(character in name for character in ".[]{}"):
             raise ValueError(f"{template!r}: between braces stands the plain name of a column, such as {{question}}")
         names.append(name)
     return names

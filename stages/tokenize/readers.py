@@ -131,6 +131,19 @@ def clean_text(text: str) -> str:
     return text
 
 
+def all_strings(value: Any) -> Iterator[str]:
+    """Every string in a JSON value, the names in objects included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from all_strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from all_strings(item)
+
+
 def _checked(where: str, columns: Any) -> Row:
     if not isinstance(columns, dict) or not all(isinstance(name, str) for name in columns):
         error = BadRow("not_an_object", f"a row must be an object with named columns, not {type(columns).__name__}")

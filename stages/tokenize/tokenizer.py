@@ -47,6 +47,7 @@ class TextTokenizer:
         hf: the transformers tokenizer (chat template, special tokens, saving).
         backend: the `tokenizers.Tokenizer` in it (encoding).
         special: strings of the special tokens, longest first.
+        special_ids, special_array: their ids, as a set and as int32 [n].
     """
 
     def __init__(self, hf: transformers.PreTrainedTokenizerFast) -> None:
@@ -56,6 +57,7 @@ class TextTokenizer:
         self.backend.no_padding()
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.special_array = np.array(sorted(self.special_ids), dtype=np.int32)
         strings = [token.content for token in added.values() if token.special and token.content]
         self.special = sorted(strings, key=lambda text: (-len(text), text))
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
@@ -107,7 +109,7 @@ class TextTokenizer:
         for token, index in self.backend.get_vocab(with_added_tokens=True).items():
             # In the byte alphabet a character is a byte; an added token is plain text.
             lengths[index] = len(token.encode()) if index in added else len(token)
-        lengths[list(self.special_ids)] = 0
+        lengths[self.special_array] = 0
         return lengths
 
     def encode(self, texts: list[str], *, special_tokens: bool) -> list[Encoding]:
@@ -126,7 +128,7 @@ class TextTokenizer:
             if table is not None:
                 lengths = table[ids]
             else:
-                lengths = _bytes_by_offsets(text, offsets, np.isin(ids, list(self.special_ids)))
+                lengths = _bytes_by_offsets(text, offsets, np.isin(ids, self.special_array))
             result.append(Encoding(ids, lengths, offsets[:, 0], offsets[:, 1]))
         return result
 

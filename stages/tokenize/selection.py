@@ -1,0 +1,159 @@
+"""Finds the rows of a step, turns them into examples, and counts what is kept and what is dropped.
+
+Invariants:
+- Every row that was read is either kept or counted under the reason it was dropped for.
+- Which split an example is in depends on nothing but its content: others coming or going never move it.
+- Reading twice gives the same examples twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stages.contract import Refused, StageContext, import_function
+from stages.tokenize import rollouts
+from stages.tokenize.config import Config
+from stages.tokenize.readers import BadRow, Row, generate, read_file
+from stages.tokenize.rows import Example, key, parse, split_key
+
+SHOWN_BAD_ROWS = 5
+# Such rows are dropped whatever `on_bad_rows` says: the first are no fault of their maker, on the second `on_long_rows`
+# has decided.
+_ALWAYS_DROPPED = ("no_target", "too_long")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rows come from: the files of one input, or one generator."""
+
+    label: str
+    files: list[tuple[Path, str]] = field(default_factory=list)
+    generator: int | None = None
+    train_only: bool = False
+
+
+@dataclass
+class Tally:
+    """What became of the rows, in all and by source."""
+
+    kept: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    dropped_at: Counter[str] = field(default_factory=Counter)
+    shown: int = 0
+
+    @property
+    def read(self) -> int:
+        return self.kept.total() + self.dropped.total()
+
+    def drop(self, source: str, reason: str) -> None:
+        self.dropped[reason] += 1
+        self.dropped_at[source] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An example on its way into a split."""
+
+    example: Example
+    where: str
+    source: str
+    split: str
+    key: bytes
+
+
+def find_sources(context: StageContext[Config]) -> tuple[list[Source], list[Path]]:
+    """The sources of rows in a fixed order, and the tables of rollouts among the inputs.
+
+    Raises:
+        Refused: there is nothing to read, or something of the wrong kind.
+    """
+    config = context.config
+    folders = {name: path for name, path in context.inputs.items() if name == "data" or name.startswith("data.")}
+    sources, tables = [], []
+    for name, folder in folders.items():
+        if (folder / rollouts.FILE).is_file():
+            if config.format != "preference":
+                raise Refused(f"input {name} holds rollouts, which make preference pairs: set format: preference")
+            tables.append(folder / rollouts.FILE)
+            continue
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        if not files:
+            raise Refused(f"input {name} holds no files")
+        sources.append(Source(name, [(path, path.relative_to(folder).as_posix()) for path in files]))
+    for index, generator in enumerate(config.generators):
+        sources.append(Source(generator.function, generator=index, train_only=generator.train_only))
+    if not sources and not tables:
+        raise Refused("there is nothing to tokenize: give the input `data`, or name generators")
+    return sources, tables
+
+
+def read_rows(config: Config, source: Source) -> Iterator[Row]:
+    """Yield the rows of one source."""
+    if source.generator is not None:
+        generator = config.generators[source.generator]
+        yield from generate(generator.function, generator.arguments, config.seed)
+        return
+    reader = import_function(config.reader) if config.reader else None
+    for path, name in source.files:
+        yield from read_file(path, name, reader=reader, text_unit=config.text_unit)
+
+
+def select(context: StageContext[Config], sources: list[Source], tally: Tally) -> Iterator[Item]:
+    """Yield the examples that are kept, as far as that can be told without tokens.
+
+    Raises:
+        Refused: a row cannot be used and `on_bad_rows` is refuse.
+    """
+    config = context.config
+    seen: set[bytes] = set()
+    count = 0
+    for source in sources:
+        for row in read_rows(config, source):
+            if config.limit is not None and count >= config.limit:
+                return
+            try:
+                if row.error is not None:
+                    raise row.error
+                example = parse(config, row.columns)
+            except BadRow as error:
+                drop(context, tally, source.label, row.where, error)
+                continue
+            digest = key(example)
+            if config.deduplicate:
+                if digest in seen:
+                    tally.drop(source.label, "duplicate")
+                    continue
+                seen.add(digest)
+            count += 1
+            tally.kept[source.label] += 1
+            split = "train" if source.train_only else split_of(config, split_key(example))
+            yield Item(example, row.where, source.label, split, digest)
+
+
+def drop(
+    context: StageContext[Config], tally: Tally, source: str, where: str, error: BadRow, *, before: int | None = None
+) -> None:
+    """Count a row that cannot be used, and name the first ones in the log. `before` rows were dealt with earlier.
+
+    Raises:
+        Refused: `on_bad_rows` is refuse.
+    """
+    if context.config.on_bad_rows == "refuse" and error.reason not in _ALWAYS_DROPPED:
+        raise Refused(
+            f"{where}: {error}. {tally.read if before is None else before:,} rows before it were read; "
+            "`on_bad_rows: drop` skips such rows and counts them"
+        )
+    tally.drop(source, error.reason)
+    tally.shown += 1
+    if tally.shown <= SHOWN_BAD_ROWS:
+        more = "; further ones are only counted" if tally.shown == SHOWN_BAD_ROWS else ""
+        context.log(f"dropped {where}: {error}{more}", level="warning")
+
+
+def split_of(config: Config, digest: bytes) -> str:
+    """The split of an example, by a hash of what may not be on both sides."""
+    share = int.from_bytes(digest[:8], "big") / 2**64
+    return "validation" if share < config.validation_fraction else "train"
