@@ -1,13 +1,13 @@
 """Arithmetic for the quickstart: sums and differences of two-digit numbers as documents, chats, prompts, and a reward.
 
-A problem is `a + b` or `a - b` with 10 <= a, b <= 99 and, for differences, a >= b. It is asked in one of four ways (two word
-problems, two plain questions) and answered in one of two styles:
+A problem is `a + b` or `a - b` with 10 <= a, b <= 99 and, for differences, a >= b. It is asked in one of four ways (two
+word problems, two plain questions) and answered in one of two styles:
 
     direct   Answer: 62
     worked   4+8=12; 3+2+1=6. Answer: 62
 
-Worked steps go from the ones to the tens. A sum carries by adding 1 to the tens; a difference borrows by taking the ones
-from 10 more and 1 from the tens: 62-28 is `12-8=4; 6-2-1=3. Answer: 34`.
+Worked steps go from the ones to the tens. A sum carries by adding 1 to the tens; a difference borrows by taking the
+ones from 10 more and 1 from the tens: 62-28 is `12-8=4; 6-2-1=3. Answer: 34`.
 
 Invariants:
 - A problem is held out by a hash of its two numbers, in whatever order and under either operation. No generator here

@@ -19,9 +19,9 @@ SHORTEST = 80  # characters; shorter docstrings are mostly "Return the value." a
 def documents(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the prose of one .py file as rows with `text` and `source`.
 
-    Of `pydoc_data/topics.py` each help topic is a document; of other files each docstring of a module, class or function
-    of at least 80 characters is one, without its indentation. Docstrings that repeat in other files are left to the
-    deduplication of the tokenize stage.
+    Of `pydoc_data/topics.py` each help topic is a document; of other files each docstring of a module, class or
+    function of at least 80 characters is one, without its indentation. Docstrings that repeat in other files are left
+    to the deduplication of the tokenize stage.
 
     Raises:
         ValueError: the file is not Python.
