@@ -214,8 +214,8 @@ class GroupObjective:
         if self.flat_batches and self.flat_batches % WARN_EVERY == 0:
             self.warn(
                 f"{self.flat_batches} batches in a row (up to {number + 1}) in which the completions of each prompt got"
-                f" equal rewards: there is nothing to learn from them. The prompts are too easy or too hard for the model, or"
-                f" the reward does not tell completions apart"
+                f" equal rewards: there is nothing to learn from them. The prompts are too easy or too hard for the"
+                f" model, or the reward does not tell completions apart"
             )
 
     def _batch_figures(self, sampled: Sampled, scores: Scores, reward_std: float, flat: float) -> dict[str, float]:

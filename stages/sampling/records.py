@@ -84,8 +84,9 @@ def from_bytes(data: bytes) -> pa.Table:
 
 def write(tables: Sequence[pa.Table], folder: Path) -> int:
     """Write `rollouts.parquet` into `folder`; returns its rows."""
-    # One chunk a column, so that the pages do not show where a run was resumed.
-    joined = pa.concat_tables(tables).combine_chunks()
+    names = [name.removeprefix("reward/") for name in tables[0].schema.names if name.startswith("reward/")]
+    # One chunk a column and one schema, so that the file does not show where a run was resumed.
+    joined = pa.concat_tables([item.cast(schema(names)) for item in tables]).combine_chunks()
     pq.write_table(joined, folder / FILE, compression="zstd", row_group_size=65536)
     return int(joined.num_rows)
 
