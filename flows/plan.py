@@ -162,8 +162,9 @@ class Planner:
         Raises:
             RecipeError: a setting has no canonical form, or the code cannot be read.
         """
+        code = self.code(step).part
         try:
-            return stage_key(step.stage, step.config.identity(), inputs, self.code(step).part)
+            return stage_key(step.stage, step.config.identity(), inputs, code)
         except ValueError as error:
             raise RecipeError(f"{step.where}: {step.name}: {str(error).rstrip('.')}.") from error
 

@@ -26,6 +26,7 @@ from flows.recipe_inputs import check_cycles, check_kinds, read_inputs
 from flows.recipe_model import InputRef, Recipe, RecipeError, Step, near, stage_names
 from flows.recipe_yaml import Document, YamlError, parse, parse_value
 from flows.recipe_yaml import Path as Where
+from flows.runners.memory import parse_size
 from stages.contract import Resources, config_class
 
 __all__ = ["InputRef", "Recipe", "RecipeError", "Step", "load_recipe"]
@@ -269,6 +270,12 @@ class _Reader:
         config = self.validate(config_type, settings, path, _SPECIAL)
         given = body.get("resources")
         resources = self.validate(Resources, {} if given is None else given, (*path, "resources"))
+        for field in ("memory", "shm"):
+            try:
+                if resources is not None and getattr(resources, field):
+                    parse_size(getattr(resources, field))
+            except ValueError as error:
+                self.bad.add((*path, "resources", field), f"{name}.resources.{field}: {error}.")
         inputs = read_inputs(
             name, body.get("inputs"), (*path, "inputs"), config_type, all_steps, self.path.parent, self.bad
         )

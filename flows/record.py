@@ -1,0 +1,89 @@
+"""What is written down of a run: its document in the store, and the state of the code's repository."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import stages
+from flows.plan import Plan
+
+if TYPE_CHECKING:
+    from flows.execute import StepResult
+
+
+def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
+    """The document of a run that has just begun.
+
+    It holds id, recipe (name), recipe_path, recipe_text, overrides, parameters, until, force, accept_code, store, host,
+    pid, state ("running", then "done", "failed" or "stopped"), started, finished (ISO 8601, UTC), seconds, and `steps`:
+    for each step stage, needs, inputs, status, reason, key, artifact, outputs, seconds, metrics, message, code,
+    attempts, saved_step, logs, started, finished.
+    """
+    recipe = plan.recipe
+    return {
+        "id": run_id,
+        "recipe": recipe.name,
+        "recipe_path": str(recipe.path),
+        "recipe_text": recipe.text,
+        "overrides": list(recipe.overrides),
+        "parameters": recipe.parameters,
+        "until": plan.until,
+        "force": sorted(plan.force),
+        "accept_code": sorted(plan.accept_code),
+        "store": plan.store.url,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "state": "running",
+        "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "finished": None,
+        "seconds": None,
+        "steps": {
+            planned.step: {
+                "stage": planned.stage,
+                "needs": list(planned.needs),
+                "inputs": {name: ref.text for name, ref in recipe.steps[planned.step].inputs.items()},
+                "status": "waiting",
+                "reason": planned.reason,
+                "key": planned.key,
+                "artifact": None,
+                "outputs": {},
+                "seconds": None,
+                "metrics": {},
+                "message": "",
+                "code": None,
+                "attempts": 0,
+                "saved_step": None,
+                "logs": None,
+            }
+            for planned in plan.steps
+        },
+    }
+
+
+def step_document(result: StepResult) -> dict[str, Any]:
+    """What the run's document holds of a step that has ended."""
+    return {name: value for name, value in asdict(result).items() if name != "step"}
+
+
+def git_state() -> dict[str, Any] | None:
+    """The commit of the repository that this code is in, and whether files of it differ; None where there is none."""
+    folder = Path(stages.__file__ or "").parent
+    command = ["git", "-C", str(folder)]
+    try:
+        commit = subprocess.run([*command, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        changed = subprocess.run(
+            [*command, "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.stdout.strip(), "changed": bool(changed.stdout.strip())}
