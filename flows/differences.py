@@ -48,6 +48,8 @@ def nearest(
 ) -> Nearest | None:
     """The earlier result that is nearest to the step: same step name first, then fewest differences, then newest.
 
+    A result of another step name counts only where at most one thing differs: the step was renamed then.
+
     Args:
         earlier: results of the step's stage, newest first.
         inputs: input name -> digest, None where it is yet to be made.
@@ -65,6 +67,8 @@ def nearest(
         if code_only and (settings or given or libraries):
             continue
         found = Nearest(result, [*settings, *given, *_code(result.code, code), *libraries])
+        if result.step != step.name and len(found.differences) > 1:
+            continue  # another step that runs the same stage, not this one under another name
         rank = (result.step != step.name, len(found.differences))
         if best is None or rank < best[0]:
             best = (rank, found)

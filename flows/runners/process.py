@@ -37,7 +37,6 @@ _POLL = 0.05  # seconds between looks at a file of events
 _MEMORY_POLL = 0.5
 _READY = 120.0  # seconds that the fork server may take to say that it is there
 _KILLED = 20.0  # seconds that a killed stage may take to be gone
-_CLOSING = 300.0  # seconds that stages may take to save when the runner is closed
 _STDERR_BYTES = 200_000  # of a stage's standard error, the last of which go to its log
 _PR_SET_PDEATHSIG = 1
 
@@ -170,6 +169,7 @@ class ProcessHandle:
     def events(self) -> Iterator[dict[str, Any]]:
         """The events as they come, then what the stage wrote to standard error."""
         rest = b""
+        code: int | None = None
         with open(self.events_file, "rb") as file:
             while True:
                 over = self._over.wait(_POLL)  # asked before reading, so that nothing written before the end is missed
@@ -177,9 +177,14 @@ class ProcessHandle:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     if line:
-                        yield _event(line)
+                        event = _event(line)
+                        if event.get("type") == "outcome":
+                            code = int(event.get("code", 1))
+                        yield event
                 if over and not data:
                     break
+                if code is not None and self.pid is not None and not _alive(self.pid):
+                    self.end(code)  # a server that is busy importing torch would say so only later
         if rest:
             yield _event(rest)
         yield from self._stderr()
@@ -286,16 +291,9 @@ class _ForkServer:
             raise RunnerError("the fork server of the stages has ended")
 
     def close(self) -> None:
-        """End the server; stages that still run save first."""
-        stdin = self._process.stdin
-        assert stdin is not None
-        with self._lock:
-            stdin.close()
-        try:
-            self._process.wait(_CLOSING)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End the server, whose stages have all ended. It may be busy with an import, so it is not asked."""
+        self._process.kill()
+        self._process.wait()
 
     def _signal(self, name: str, number: int) -> None:
         self._write({"id": name, "signal": signal.Signals(number).name.removeprefix("SIG")})
