@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stages.contract import Refused
+from stages.tokenize.readers import BadRow, Row, clean_text, generate, read_file
+
+
+def read(tmp_path: Path, name: str, data: bytes, **settings: Any) -> list[Row]:
+    path = tmp_path / name
+    path.write_bytes(data)
+    return list(read_file(path, name, **settings))
+
+
+def reasons(rows: list[Row]) -> list[str | None]:
+    return [row.error.reason if row.error else None for row in rows]
+
+
+def test_json_lines_are_read_with_their_line_numbers_over_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
+    rows = read(tmp_path, "a.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"text": "\xc3\xa9"}')
+    assert rows == [Row("a.jsonl line 1", {"text": "one"}), Row("a.jsonl line 4", {"text": "é"})]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "message"),
+    [
+        (b'{"text": "a"', "not_json", "not valid JSON"),
+        (b'{"text": "a\x00b"}', "not_json", "not valid JSON"),
+        (b'{"text": "\xff\xfe"}', "not_utf8", "byte 11 is not valid UTF-8"),
+        (b'["a"]', "not_json", "one JSON array"),
+        (b'"a"', "not_an_object", "not str"),
+        (b"1" * 5000, "not_json", "not usable JSON"),
+        (b"\xff\xfe{\x00", "not_utf8", "looks like UTF-16"),
+        (b'{"a":' * 100_000, "not_json", "JSON"),
+    ],
+)
+def test_a_bad_line_is_named_and_the_lines_after_it_are_still_read(
+    tmp_path: Path, line: bytes, reason: str, message: str
+) -> None:
+    bad, good = read(tmp_path, "a.jsonl", line + b'\n{"text": "good"}\n')
+    assert bad.where == "a.jsonl line 1"
+    assert bad.error is not None
+    assert bad.error.reason == reason
+    assert message in str(bad.error)
+    assert good.columns == {"text": "good"}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.txt.gz", "a.jsonl.gz"])
+@pytest.mark.parametrize("data", [b"", b"\n \n", b"\xef\xbb\xbf"])
+def test_a_file_without_rows_is_reported(tmp_path: Path, name: str, data: bytes) -> None:
+    rows = read(tmp_path, name, gzip.compress(data) if name.endswith(".gz") else data)
+    assert reasons(rows) == ["empty_file"]
+
+
+def test_gzip_files_are_read_and_a_truncated_one_is_reported_after_its_good_lines(tmp_path: Path) -> None:
+    lines = b"".join(b'{"text": "%d"}\n' % (number * 7919) for number in range(5000))
+    whole = gzip.compress(lines)
+    assert len(read(tmp_path, "a.jsonl.gz", whole)) == 5000
+    rows = read(tmp_path, "a.jsonl.gz", whole[: len(whole) // 2])
+    assert 0 < len(rows) < 5000
+    assert reasons(rows)[-1] == "damaged_file"
+    assert set(reasons(rows)[:-1]) == {None}
+    assert reasons(read(tmp_path, "a.jsonl.gz", b"not gzip")) == ["damaged_file"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "texts"),
+    [
+        ("file", ["one\ntwo\n\nthree\n"]),
+        ("line", ["one", "two", "three"]),
+        ("paragraph", ["one\ntwo", "three"]),
+    ],
+)
+def test_text_files_give_files_lines_or_paragraphs(tmp_path: Path, unit: str, texts: list[str]) -> None:
+    rows = read(tmp_path, "a.txt", b"one\r\ntwo\r\n\r\nthree\r\n", text_unit=unit)
+    assert [row.columns["text"] for row in rows] == texts
+
+
+def test_invalid_utf8_spoils_its_line_or_its_whole_file(tmp_path: Path) -> None:
+    data = b"one\n\xff\nthree\n"
+    assert reasons(read(tmp_path, "a.txt", data, text_unit="line")) == [None, "not_utf8", None]
+    (row,) = read(tmp_path, "a.txt", data)
+    assert row.error is not None
+    assert "line 2" in str(row.error)
+
+
+def test_parquet_rows_are_read_and_a_damaged_file_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["one", "two"], "messages": [[{"role": "user"}], None]}), path)
+    rows = read(tmp_path, "a.parquet", path.read_bytes())
+    assert rows[1] == Row("a.parquet row 2", {"text": "two", "messages": None})
+    assert reasons(read(tmp_path, "a.parquet", path.read_bytes()[:-20])) == ["damaged_file"]
+    assert reasons(read(tmp_path, "b.parquet", b"")) == ["damaged_file"]
+
+
+def test_a_file_of_unknown_kind_is_refused_with_the_kinds_there_are(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"notes\.docx: no reader .* \.jsonl, .*`reader`"):
+        read(tmp_path, "notes.docx", b"x")
+
+
+def test_a_reader_function_is_given_the_path_and_its_failure_is_a_bad_row(tmp_path: Path) -> None:
+    def reader(path: Path) -> Iterator[Any]:
+        yield {"text": path.read_text()}
+        yield "not a row"
+        raise ValueError("no more")
+
+    rows = read(tmp_path, "a.anything", b"hello", reader=reader)
+    assert rows[0] == Row("a.anything row 1", {"text": "hello"})
+    assert reasons(rows) == [None, "not_an_object", "damaged_file"]
+
+
+def test_nul_and_lone_surrogates_are_not_text() -> None:
+    assert clean_text("a\tb\u2028") == "a\tb\u2028"
+    with pytest.raises(BadRow, match="NUL") as nul:
+        clean_text("a\0b")
+    with pytest.raises(BadRow, match="character 2 of the text is half of a surrogate pair") as surrogate:
+        clean_text("a\ud800")
+    assert (nul.value.reason, surrogate.value.reason) == ("nul", "lone_surrogate")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("no_such_module_here:f", {}, "cannot import 'no_such_module_here'"),
+        ("stages.examples.arithmetic:nothing", {}, "has no function 'nothing'"),
+        ("stages.examples.arithmetic:chats", {}, "missing a required argument: 'count'"),
+        ("stages.examples.arithmetic:chats", {"count": 1, "colour": 2}, "unexpected keyword argument 'colour'"),
+        ("stages.examples.arithmetic:chats", {"count": -1}, "count must not be negative"),
+        ("stages.examples.arithmetic:prompts", {"count": 1, "split": "test"}, "'test'"),
+    ],
+)
+def test_a_generator_that_cannot_be_used_is_refused(function: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        list(generate(function, arguments, seed=0))
+
+
+def test_generators_get_the_seed_of_the_step_unless_their_arguments_have_one() -> None:
+    function = "stages.examples.arithmetic:chats"
+    assert list(generate(function, {"count": 3}, 1)) == list(generate(function, {"count": 3, "seed": 1}, 2))
+    assert list(generate(function, {"count": 3}, 1)) != list(generate(function, {"count": 3}, 2))
