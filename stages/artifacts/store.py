@@ -215,7 +215,7 @@ class FolderStore:
         target = self._path(key)
         with self._errors(key, "write"):
             self._make_folder(target.parent)
-            descriptor = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            descriptor = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 view = memoryview(data)
                 while view:
@@ -279,9 +279,9 @@ class FolderStore:
         """Make a finished temporary file the object `target`, durably."""
         file.flush()
         os.fsync(file.fileno())
-        for attempt in range(10):
-            self._make_folder(target.parent)
+        for attempt in range(100):
             try:
+                self._make_folder(target.parent)
                 if if_absent:
                     os.link(temporary, target)
                 else:
@@ -289,8 +289,8 @@ class FolderStore:
                 break
             except FileExistsError:
                 return False
-            except FileNotFoundError:  # the folder was removed as empty by a delete just now
-                if attempt == 9:
+            except FileNotFoundError:  # a delete removed a folder as empty just now
+                if attempt == 99:
                     raise
         _fsync_folder(target.parent)
         return True
@@ -360,7 +360,10 @@ def _copy(source: IO[bytes], target: IO[bytes] | None, name: Path) -> tuple[str,
 
 
 def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:  # what was put here is deleted already, and its folder with it
+        return
     try:
         os.fsync(descriptor)
     finally:

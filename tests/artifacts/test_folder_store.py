@@ -1,0 +1,284 @@
+"""The folder store: whole objects or none, and one sentence for what a person must mend."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stages.artifacts import (
+    Damaged,
+    FolderStore,
+    NotInStore,
+    StoreError,
+    open_store,
+    publish,
+)
+
+
+def test_objects_are_put_read_listed_and_deleted(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    assert not (tmp_path / "store").exists()  # opening makes nothing
+    assert list(store.list("")) == []
+    assert store.put("a/b", b"one") is True
+    assert store.put("a/c", b"") is True
+    assert store.put("ab", b"three") is True
+    assert store.get("a/b") == b"one"
+    assert store.get("a/c") == b""
+    assert (store.size("a/b"), store.size("nothing"), store.size("a")) == (3, None, None)
+    assert store.exists("ab")
+    assert not store.exists("a")
+    listed = list(store.list(""))
+    assert [(info.key, info.size) for info in listed] == [("a/b", 3), ("a/c", 0), ("ab", 5)]
+    assert all(abs(info.modified - time.time()) < 600 for info in listed)
+    assert [info.key for info in store.list("a")] == ["a/b", "a/c", "ab"]
+    assert [info.key for info in store.list("a/")] == ["a/b", "a/c"]
+    assert [info.key for info in store.list("a/c")] == ["a/c"]
+    assert list(store.list("zz/")) == []
+    store.delete("a/b")
+    store.delete("a/b")
+    with pytest.raises(NotInStore, match="has no a/b"):
+        store.get("a/b")
+    assert store.get("a/c") == b""
+
+
+def test_an_empty_folder_goes_with_its_last_object(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put("work/k/data/t/0", b"x")
+    store.delete("work/k/data/t/0")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "tmp"] == ["work"]
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_putting_again_replaces_and_if_absent_does_not(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert store.put("k", b"one", if_absent=True) is True
+    assert store.put("k", b"two", if_absent=True) is False
+    assert store.get("k") == b"one"
+    assert store.put("k", b"three") is True
+    assert store.get("k") == b"three"
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_exactly_one_of_many_writers_wins_if_absent(tmp_path: Path) -> None:
+    stores = [open_store(tmp_path) for _ in range(8)]
+    for round_ in range(20):
+        barrier = threading.Barrier(8)
+        won: list[int] = []
+
+        def put(index: int, key: str, barrier: threading.Barrier = barrier, won: list[int] = won) -> None:
+            barrier.wait()
+            if stores[index].put(key, str(index).encode(), if_absent=True):
+                won.append(index)
+
+        threads = [threading.Thread(target=put, args=(index, f"lease/{round_}")) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert stores[0].get(f"lease/{round_}") == str(won[0]).encode()
+
+
+def test_writers_and_deleters_of_one_folder_do_not_trip_over_each_other(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+
+    def churn(index: int) -> None:
+        store = open_store(tmp_path)
+        try:
+            for _ in range(60):
+                store.put(f"work/k/data/{index}", b"x")
+                store.delete(f"work/k/data/{index}")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=churn, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize("key", ["../x", "/etc/passwd", "a/../../x", "", "a\\b", "a//b"])
+def test_no_key_leads_out_of_the_store(tmp_path: Path, key: str) -> None:
+    store = open_store(tmp_path / "store")
+    for call in (store.get, store.exists, store.delete, store.hash):
+        with pytest.raises(ValueError):
+            call(key)
+    with pytest.raises(ValueError):
+        store.put(key, b"x")
+
+
+def test_files_are_copied_in_and_out_with_their_hash(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    data = os.urandom(3_000_001)  # more than one chunk, no whole number of them
+    (tmp_path / "file").write_bytes(data)
+    sha256 = store.put_file("k", tmp_path / "file")
+    assert sha256 == subprocess.check_output(["sha256sum", str(tmp_path / "file")], text=True).split()[0]
+    assert store.hash("k") == sha256
+    assert store.get_file("k", tmp_path / "copy") == (sha256, len(data))
+    assert (tmp_path / "copy").read_bytes() == data
+    assert store.put_blob(tmp_path / "file") == (sha256, len(data))
+    assert store.get(f"blobs/{sha256[:2]}/{sha256}") == data
+    with pytest.raises(Damaged, match="changed while it was stored"):
+        store.put_file("other", tmp_path / "file", sha256="0" * 64)
+    assert not store.exists("other")
+    with pytest.raises(StoreError, match="cannot write"):
+        store.get_file("k", tmp_path / "copy")  # never over an existing file
+    with pytest.raises(NotInStore):
+        store.get_file("nothing", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(StoreError, match="cannot read"):
+        store.put_file("k", tmp_path / "absent")
+
+
+def test_objects_follow_the_umask(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; os.umask(0o027)\n"
+        "from stages.artifacts import open_store\n"
+        "open_store(sys.argv[1]).put('k', b'x')"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    assert (tmp_path / "k").stat().st_mode & 0o777 == 0o640
+
+
+def test_urls_name_folders_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "with space").mkdir()
+    store = open_store(f"file://{tmp_path}/with%20space")
+    store.put("k", b"x")
+    assert (tmp_path / "with space" / "k").read_bytes() == b"x"
+    assert isinstance(store, FolderStore)
+    for url, words in (
+        ("s3://bucket/prefix", "not there yet"),
+        ("http://host/x", "unknown kind of store 'http'"),
+        ("file://other-host/x", "must be on this host"),
+        ("  ", "is empty"),
+    ):
+        with pytest.raises(StoreError, match=words):
+            open_store(url)
+
+
+def test_a_file_in_place_of_the_store_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("x")
+    with pytest.raises(StoreError, match="is a file, not a folder"):
+        open_store(tmp_path / "store")
+    with pytest.raises(StoreError, match="is a file where a folder must be"):
+        open_store(tmp_path / "store" / "below").put("k", b"x")
+
+
+def test_a_file_in_place_of_a_folder_of_the_store_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "blobs").write_text("x")
+    (tmp_path / "file").write_text("content")
+    with pytest.raises(StoreError, match="is a file where a folder must be"):
+        open_store(tmp_path).put_blob(tmp_path / "file")
+
+
+def in_small_file_system(tmp_path: Path, script: str) -> str:
+    """Run a shell script with a file system of 256 KiB mounted at $DISK, in a mount namespace of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = f"set -e; mount -t tmpfs -o size=256k none {disk}; {script}"
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", script]
+    environment = os.environ | {"DISK": str(disk), "PYTHON": sys.executable, "CODE": PUT}
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if "unshare" in ended.stderr or "mount" in ended.stderr:
+        pytest.skip(f"file systems cannot be mounted here: {ended.stderr.strip()}")
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+PUT = """
+import sys
+from stages.artifacts import StoreError, open_store
+try:
+    open_store(sys.argv[1]).put(sys.argv[2], b"x" * int(sys.argv[3]))
+except StoreError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_read_only_store_is_one_sentence(tmp_path: Path) -> None:
+    said = in_small_file_system(
+        tmp_path,
+        '"$PYTHON" -c "$CODE" $DISK/store k 10; mount -o remount,ro $DISK; "$PYTHON" -c "$CODE" $DISK/store new/k 10',
+    )
+    expected = f"store {tmp_path}/disk/store: no permission to write new/k (Read-only file system)"
+    assert said == f"ReadOnlyStore {expected}; check who owns the folder\n"
+
+
+def test_a_full_store_is_one_sentence_and_keeps_what_it_had(tmp_path: Path) -> None:
+    said = in_small_file_system(
+        tmp_path,
+        '"$PYTHON" -c "$CODE" $DISK/store k 1000; "$PYTHON" -c "$CODE" $DISK/store k 900000; '
+        "stat -c %s $DISK/store/k; ls $DISK/store/tmp",
+    )
+    store = tmp_path / "disk" / "store"
+    assert said == f"FullStore store {store} is full; free some space, or give another place with --store\n1000\n"
+
+
+def test_a_file_size_limit_stops_a_write_without_a_partial_object(tmp_path: Path) -> None:
+    (tmp_path / "big").write_bytes(os.urandom(100_000))
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from stages.artifacts import StoreError, open_store\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "try:\n"
+        "    open_store(sys.argv[1]).put_blob(Path(sys.argv[2]))\n"
+        "except StoreError as error:\n"
+        "    print(error)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "store"), str(tmp_path / "big")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "cannot write" in said
+    assert "File too large" in said
+    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == []
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000
+
+
+def test_leftovers_of_killed_writers_go_after_a_day_and_young_ones_stay(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / "old").write_text("x")
+    (tmp_path / "tmp" / "young").write_text("x")
+    past = time.time() - 25 * 3600
+    os.utime(tmp_path / "tmp" / "old", (past, past))
+    open_store(tmp_path).put("k", b"x")
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == ["young"]
+    assert [info.key for info in open_store(tmp_path).list("")] == ["k"]  # what is in tmp/ is no object
+
+
+def test_a_link_in_the_store_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("x")
+    store = open_store(tmp_path / "store")
+    store.put("a/k", b"x")
+    (tmp_path / "store" / "a" / "link").symlink_to(tmp_path / "outside")
+    assert [info.key for info in store.list("a/")] == ["a/k"]
+
+
+def test_appending_makes_and_extends_an_object(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.append("logs/r/s.jsonl", b"one\n")
+    store.append("logs/r/s.jsonl", b"two\n")
+    assert store.get("logs/r/s.jsonl") == b"one\ntwo\n"
+
+
+def test_a_store_can_be_moved(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a").write_text("x")
+    digest = publish(open_store(tmp_path / "one"), tmp_path / "in", "source")
+    (tmp_path / "one").rename(tmp_path / "two")
+    from stages.artifacts import fetch
+
+    fetch(open_store(tmp_path / "two"), digest, tmp_path / "out")
+    assert (tmp_path / "out" / "a").read_text() == "x"
