@@ -78,7 +78,10 @@ def load_gguf(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except ImportError as error:
         raise Refused("reading GGUF needs the package gguf: pip install 'headrace[gguf]'") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # the parsers of GGUF and of tokenizers raise errors of any kind on damaged files
         raise Refused(f"{path.name} cannot be read as a GGUF model: {error}") from error
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        # The weights are plain by now; transformers would still refuse to save a model it calls quantised.
+        quantizer.remove_quantization_config(model)
     align(model)
     return model, tokenizer

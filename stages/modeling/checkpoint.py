@@ -14,13 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from stages.contract import Refused
 
 SUMS = "SHA256SUMS"
-_PATH_KEYS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file", "vocab_file")
+# How and where from the files were loaded; it says nothing about the model.
+_LOADING_NOTES = (
+    "_from_model_config",
+    "_name_or_path",
+    "is_local",
+    "local_files_only",
+    "name_or_path",
+    "special_tokens_map_file",
+    "tokenizer_file",
+    "vocab_file",
+)
 
 
 def load_model(
@@ -47,7 +58,7 @@ def load_model(
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise Refused(f"model {folder.name} cannot be loaded: {error}") from error
     if missing := sorted(report["missing_keys"]):
         raise Refused(f"model {folder.name}: {len(missing)} weights are missing, the first is {missing[0]}")
@@ -77,7 +88,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
         raise Refused(f"{folder.name} has no tokenizer (tokenizer.json is missing)")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the parser of tokenizers raises bare exceptions
         raise Refused(f"the tokenizer of {folder.name} cannot be loaded: {error}") from error
 
 
@@ -124,6 +135,8 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     tokenizer.save_pretrained(folder)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         _tidy_json(folder / name)
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o644)  # safetensors writes them for the owner alone
     check_export(model, tokenizer, folder)
     write_sums(folder)
 
@@ -147,8 +160,11 @@ def _tidy_json(path: Path) -> None:
     if not path.exists():
         return
     content = json.loads(path.read_text(encoding="utf-8"))
-    for key in _PATH_KEYS:
+    for key in _LOADING_NOTES:
         content.pop(key, None)
+    if content.get("tokenizer_class") == "TokenizersBackend":
+        # The name that releases of transformers before 5, and tools built on them, know for the same thing.
+        content["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -52,7 +52,8 @@ def attention_inputs(model: torch.nn.Module, segment_ids: Tensor) -> dict[str, T
         segment_ids: integer [rows, length]; 0 is padding. An attention mask of zeros and ones will do.
 
     Returns:
-        `attention_mask` and `position_ids`, to be passed to the model's forward.
+        `attention_mask` and `position_ids`, to be passed to the model's forward with `use_cache=False` (with a cache,
+        transformers does not look for documents).
     """
     config: Any = model.config
     if segment_ids.device.type == "cpu" and _single_documents(segment_ids):

@@ -1,0 +1,126 @@
+"""Checkpoints are plain Hugging Face folders, the same bytes every time, and proven to open."""
+
+import json
+import subprocess
+
+import pytest
+import torch
+from small_models import build
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from stages.contract import Refused
+from stages.modeling.checkpoint import check_export, end_of_turn_ids, load_model, load_tokenizer, save_checkpoint
+
+TEMPLATE = "{% for m in messages %}<u>{{ m['content'] }}<eot>{% endfor %}"
+
+
+def tokenizer(size: int = 61) -> PreTrainedTokenizerFast:
+    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<eot>", "<u>"])}
+    vocab |= {chr(0x100 + i): i for i in range(4, size)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    backend.add_special_tokens(["<pad>", "<eos>", "<eot>", "<u>"])
+    result = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    result.chat_template = TEMPLATE
+    return result
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_plain_transformers_opens_a_saved_checkpoint_with_the_same_logits(tmp_path, name, tied):
+    model = build(name, tied)
+    save_checkpoint(model, tokenizer(), tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.arange(20)[None]
+    assert torch.equal(model(ids).logits, reloaded(ids).logits)
+    same = reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight
+    assert same == tied
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == TEMPLATE
+
+
+def test_saving_twice_gives_the_same_bytes_and_no_path(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        save_checkpoint(build("qwen3"), tokenizer(), tmp_path / name)
+    loaded = load_model(tmp_path / "a")
+    (tmp_path / "c").mkdir()
+    save_checkpoint(loaded, load_tokenizer(tmp_path / "a"), tmp_path / "c")
+    files = [path.name for path in sorted((tmp_path / "a").iterdir())]
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja", "SHA256SUMS"} <= set(files)
+    for file in files:
+        first = (tmp_path / "a" / file).read_bytes()
+        assert first == (tmp_path / "b" / file).read_bytes()
+        assert first == (tmp_path / "c" / file).read_bytes()
+        assert str(tmp_path).encode() not in first
+
+
+def test_sha256sum_accepts_the_sums_and_they_cover_every_file(tmp_path):
+    (tmp_path / "training.jsonl").write_text("{}\n")
+    save_checkpoint(build("llama"), tokenizer(), tmp_path)
+    subprocess.run(["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=tmp_path, check=True, capture_output=True)
+    named = {line.split("  ")[1] for line in (tmp_path / "SHA256SUMS").read_text().splitlines()}
+    assert named == {path.name for path in tmp_path.iterdir()} - {"SHA256SUMS"}
+
+
+def test_generation_ends_at_the_end_of_turn_of_the_chat_template_too(tmp_path):
+    assert end_of_turn_ids(tokenizer()) == [1, 2]
+    save_checkpoint(build("llama"), tokenizer(), tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
+
+
+def test_a_template_that_refuses_the_conversation_leaves_the_end_of_sequence():
+    other = tokenizer()
+    other.chat_template = "{{ raise_exception('only one turn') }}"
+    assert end_of_turn_ids(other) == [1]
+
+
+def test_the_gate_refuses_a_folder_that_is_not_the_live_model(tmp_path):
+    model = build("qwen3")
+    save_checkpoint(model, tokenizer(), tmp_path)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] += 1
+    with pytest.raises(RuntimeError, match="logits of the saved folder differ by"):
+        check_export(model, tokenizer(), tmp_path)
+
+
+def test_the_gate_refuses_a_tokenizer_larger_than_the_embedding(tmp_path):
+    with pytest.raises(RuntimeError, match="the tokenizer has 70 tokens, the embedding only 61 rows"):
+        save_checkpoint(build("qwen3"), tokenizer(70), tmp_path)
+
+
+def test_loading_refuses_what_it_cannot_trust_or_use(tmp_path):
+    with pytest.raises(Refused, match=r"config\.json is missing"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(Refused, match=r"config\.json is not JSON"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}))
+    with pytest.raises(Refused, match="code of its own"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02.")
+    with pytest.raises(Refused, match=r"no \*\.safetensors"):
+        load_model(tmp_path)
+    with pytest.raises(Refused, match="has no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_truncated_or_incomplete_weight_file_is_refused(tmp_path):
+    save_checkpoint(build("qwen3"), tokenizer(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "layer_types": None}))
+    with pytest.raises(Refused, match="weights are missing"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(Refused, match="cannot be loaded"):
+        load_model(tmp_path)
+
+
+def test_loaded_weights_lie_on_64_byte_boundaries(tmp_path):
+    save_checkpoint(build("qwen3"), tokenizer(), tmp_path)
+    model = load_model(tmp_path)
+    assert all(param.data_ptr() % 64 == 0 for param in model.parameters())
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
