@@ -27,6 +27,8 @@ from typing import Any
 
 SMALLEST, LARGEST = 10, 99
 HELD_OUT_SHARE = 0.1
+# A problem can be asked in 1,730 ways (names, objects); far fewer are found quickly by drawing at random.
+QUESTIONS_PER_PROBLEM = 400
 
 NAMES = (
     "Tom", "Ann", "Ben", "Eva", "Sam", "Mia", "Leo", "Zoe", "Max", "Ida", "Jon", "Amy",
@@ -150,7 +152,7 @@ def chats(seed: int, count: int, worked_fraction: float = 0.4) -> Iterator[dict[
     """Chats of one question and its answer, for supervised fine-tuning.
 
     Args:
-        count: number of chats; all differ.
+        count: number of chats; all questions differ.
         worked_fraction: share of the answers in the worked style.
 
     Raises:
@@ -175,7 +177,7 @@ def prompts(seed: int, count: int, split: str = "train") -> Iterator[dict[str, A
         split: "train", or "held_out" for problems that no training data holds.
 
     Raises:
-        ValueError: `count` is negative, or there is no such split.
+        ValueError: `count` is negative or too large, or there is no such split.
     """
     _check(count=count)
     draw = random.Random(f"arithmetic prompts {split} {seed}")
@@ -211,12 +213,13 @@ def shows_work(prompts: list[str], completions: list[str], **columns: Any) -> li
 
 def _distinct(split: str, count: int, draw: random.Random) -> Iterator[tuple[Problem, str]]:
     """Draw questions without repeats, going round all problems of the split in a new order each time."""
+    most = QUESTIONS_PER_PROBLEM * len(problems(split))
+    if count > most:
+        raise ValueError(f"count must be at most {most:,} for the split {split!r}, so that no question repeats")
     seen: set[str] = set()
-    failures = 0
     while len(seen) < count:
         pool = list(problems(split))
         draw.shuffle(pool)
-        before = len(seen)
         for problem in pool:
             asked = question(problem, draw)
             if asked in seen:
@@ -225,9 +228,6 @@ def _distinct(split: str, count: int, draw: random.Random) -> Iterator[tuple[Pro
             yield problem, asked
             if len(seen) == count:
                 return
-        failures = failures + 1 if len(seen) == before else 0
-        if failures == 20:
-            raise ValueError(f"there are not {count:,} different questions in the split {split!r}")
 
 
 def _check(count: int, **fractions: float) -> None:
