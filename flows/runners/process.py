@@ -46,16 +46,23 @@ class ProcessRunner:
 
     Args:
         fork_server: start stages from a process that has imported torch; otherwise each imports it itself.
+        preload: have the server import torch as soon as it is idle, rather than for the first stage that needs it.
         gpus: the GPUs to lend to stages, as CUDA_VISIBLE_DEVICES names them; those of the machine when None.
         python: the interpreter of the stages.
     """
 
     def __init__(
-        self, *, fork_server: bool = True, gpus: list[str] | None = None, python: str = sys.executable
+        self,
+        *,
+        fork_server: bool = True,
+        preload: bool = True,
+        gpus: list[str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         self._python = python
         self._gpus = GpuPool(gpus)
         self._use_server = fork_server
+        self._server_options = [] if preload else ["--lazy"]
         self._server: _ForkServer | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -105,7 +112,7 @@ class ProcessRunner:
         """The fork server, started anew where it has died; None where it cannot be started."""
         if self._server is None or self._server.dead:
             try:
-                self._server = _ForkServer(self._python)
+                self._server = _ForkServer([self._python, "-P", "-m", "stages", "serve", *self._server_options])
             except RunnerError as error:
                 self._use_server = False  # every stage imports torch itself: slower, and otherwise the same
                 print(f"headrace: {error}; stages are started one by one", file=sys.stderr)
@@ -250,7 +257,7 @@ class ProcessHandle:
 class _ForkServer:
     """The client's side of `python -m stages serve`; its module docstring states the protocol."""
 
-    def __init__(self, python: str) -> None:
+    def __init__(self, command: list[str]) -> None:
         self._handles: dict[str, ProcessHandle] = {}
         self._refusals: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -259,7 +266,7 @@ class _ForkServer:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the server)
         self.dead = False
         self._process = subprocess.Popen(
-            [python, "-P", "-m", "stages", "serve"],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
