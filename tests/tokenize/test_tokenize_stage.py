@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from stages.contract import Refused, Stopped
+from stages.tokenize.config import Config
 from stages.tokenize.dataset import (
     read_info,
     read_packed,
@@ -19,6 +20,8 @@ from stages.tokenize.dataset import (
     read_prompts,
     tokenizer_folder,
 )
+from stages.tokenize.rows import Text, split_key
+from stages.tokenize.selection import split_of
 from stages.tokenize.tokenizer import TextTokenizer, load_tokenizer
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -88,7 +91,29 @@ def test_long_documents_are_split_into_pieces_that_join_to_the_document(tokenize
         pieces.remove(following)
         position += len(following)
     assert position == len(text)
-    assert read_packed(result.folder).loss_mask.any(axis=1).all(), "no row without a target"
+    rows = read_packed(result.folder)
+    assert rows.loss_mask.any(axis=1).all(), "no row without a target"
+    starts = np.diff(rows.segment_ids, axis=1, prepend=0) > 0
+    assert starts.sum() > 10
+    assert (rows.loss_mask == ((rows.segment_ids > 0) & ~starts)).all(), "a piece starts with nothing to predict from"
+
+
+def test_the_tokenizer_never_sees_the_validation_split(tokenize: Any, folder: Any) -> None:
+    config = {"format": "text", "row_length": 512, "train_tokenizer": {"vocab_size": 600}}
+
+    def tokenizer_file(rows: list[Any], **settings: Any) -> bytes:
+        output = tokenize({**config, **settings}, data=folder({"a.jsonl": json_lines(*rows)})).folder
+        return (tokenizer_folder(output) / "tokenizer.json").read_bytes()
+
+    settings = Config.model_validate({**config, "validation_fraction": 0.3})
+    # Every document has a word of its own, said often enough to become a token.
+    letters = str.maketrans("0123456789", "ghijklmnop")
+    words = [hashlib.sha256(bytes([number])).hexdigest().translate(letters)[:9] for number in range(40)]
+    rows = [{"text": f"{word} {word} {word}"} for word in words]
+    train = [row for row in rows if split_of(settings, split_key(Text(row["text"]))) == "train"]
+    split = tokenizer_file(rows, validation_fraction=0.3)
+    assert split == tokenizer_file(train)
+    assert split != tokenizer_file(rows)
 
 
 def test_the_safetensors_file_is_one_for_the_library_too(tokenize: Any, folder: Any) -> None:
