@@ -58,6 +58,7 @@ def run(
     force: Force = None,
     accept_code: AcceptCode = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Steps that run at once.")] = 2,
     no_prefect: Annotated[bool, typer.Option("--no-prefect", help="Run without a Prefect flow run.")] = False,
     json_: Json = False,
 ) -> None:
@@ -65,7 +66,7 @@ def run(
     from flows import running
 
     request = running.Request(
-        recipe, tuple(set_ or ()), store, runner, until, tuple(force or ()), tuple(accept_code or ())
+        recipe, tuple(set_ or ()), store, runner, until, tuple(force or ()), tuple(accept_code or ()), workers
     )
     if dry_run:
         raise typer.Exit(running.show_plan(request, as_json=json_))
@@ -199,11 +200,12 @@ def main() -> None:
 
 def _is_a_persons_error(error: Exception) -> bool:
     """Whether an error's message is meant for the user: those of recipes, stores and names. All others are defects."""
+    from flows.local_server import NoServer
     from flows.names import UnknownName
     from flows.recipe_model import RecipeError
     from stages.artifacts import StoreError
 
-    return isinstance(error, RecipeError | UnknownName | StoreError)
+    return isinstance(error, RecipeError | UnknownName | StoreError | NoServer)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def says(board: Board, line: Line, now: float) -> str:
             return _running(line, now)
         case "cached" | "done":
             return " · ".join(filter(None, [_resumed(line), figures.headline(line.metrics)]))
-        case "stopped":
+        case "stopped" if line.started is not None:
             return saved_message(line)
     return line.message
 
@@ -248,7 +248,7 @@ def table(board: Board, now: float) -> Any:
 def _state_column(line: Line) -> str:
     if line.state == "running":
         return bar(line.done, line.total) if line.total else "running".ljust(BAR)
-    if line.seconds is not None and line.state in ("done", "failed", "stopped"):
+    if line.seconds is not None and line.started is not None and line.state in ("done", "failed", "stopped"):
         return f"{line.state:<8}{figures.duration(line.seconds):>8}"
     return line.state if line.state != "waiting" else ""
 
@@ -292,7 +292,8 @@ class PlainDisplay:
             return _resumed(line)
         if line.state == "running":
             return f"running ({line.stage})"
-        took = f" in {figures.duration(line.seconds)}" if line.seconds is not None and line.state != "cached" else ""
+        ran = line.state in ("done", "failed", "stopped") and line.started is not None and line.seconds is not None
+        took = f" in {figures.duration(line.seconds or 0.0)}" if ran else ""
         text = says(self.board, line, now)
         return f"{line.state}{took}" + (f": {text}" if text else "")
 

@@ -59,9 +59,11 @@ def artifact_file(store: Store, digest: str, path: str) -> bytes | None:
 
 
 def read_report(store: Store, made: Sequence[Made]) -> dict[str, Any] | None:
-    """The report of the run's last evaluate step; None where it has none."""
+    """The report.json of the run's last step that gave a `report`; None where it has none."""
     for step in reversed(made):
-        if step.stage == "evaluate" and (data := artifact_file(store, step.artifact, "report.json")) is not None:
+        if read_manifest(store, step.artifact).kind != "report":
+            continue
+        if (data := artifact_file(store, step.artifact, "report.json")) is not None:
             report = json.loads(data)
             return report if isinstance(report, dict) else None
     return None

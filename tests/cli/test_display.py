@@ -56,8 +56,15 @@ def test_a_stopped_step_says_where_it_was_saved() -> None:
     state.apply({"type": "saved", "step": "base", "at": 281, "seconds": 1.1})
     state.apply(step("base", "stopped"))
     assert says(state, state.lines["base"], 0.0) == "saved at step 281 (1.1 s)"
+    state.apply(step("corpus", "running"))
     state.apply(step("corpus", "stopped"))
     assert says(state, state.lines["corpus"], 0.0) == "stopped before its first save; it starts again next time"
+
+
+def test_a_step_that_never_started_says_so() -> None:
+    state = board()
+    state.apply(step("sft", "stopped", message="not started", seconds=0.0))
+    assert says(state, state.lines["sft"], 0.0) == "not started"
 
 
 def test_a_second_attempt_forgets_the_progress_of_the_first() -> None:

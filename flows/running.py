@@ -1,0 +1,284 @@
+"""The verbs `run` and `plan`: a plan is made, shown, carried out under a display, and the outcome is told.
+
+Invariants:
+- A wrong request is refused before anything is started: no Prefect server, no stage.
+- SIGTERM and SIGHUP are Ctrl-C: running stages save, the command says what was saved, and exits 130.
+- What a run says at its end comes from the store, so a cached run says the same as the one that computed it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from flows import figures, summary
+from flows.display import Board, Display, Line, open_display, saved_message
+from flows.names import new_run_name
+from flows.plan import Plan, PlannedStep, make_plan
+from flows.recipe import load_recipe
+from flows.recipe_model import RecipeError
+from flows.summary import Made
+
+if TYPE_CHECKING:
+    from flows.execute import RunResult, StepResult
+
+DONE, FAILED, INTERRUPTED = 0, 1, 130
+_ENDINGS = {  # exit codes of stages that are verdicts on the run
+    80: "halted itself (80)",
+    81: "met values that are not finite (81)",
+    82: "spent its time (82)",
+    83: "failed before it started (83)",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of `run` or `plan`, as it was typed."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    store: str = ".headrace"
+    runner: str = "process"
+    until: str | None = None
+    force: tuple[str, ...] = ()
+    accept_code: tuple[str, ...] = ()
+    workers: int = 2
+
+    def plan(self) -> Plan:
+        """Read the recipe and plan it.
+
+        Raises:
+            RecipeError: anything that was asked for is wrong.
+        """
+        if self.runner != "process":
+            raise RecipeError(f"--runner {self.runner}: no such runner. Runners: process.")
+        recipe = load_recipe(self.recipe, self.overrides)
+        return make_plan(recipe, self.store, force=self.force, until=self.until, accept_code=self.accept_code)
+
+    def parameters(self) -> dict[str, Any]:
+        """As the parameters of the Prefect flow."""
+        return {
+            "recipe": self.recipe,
+            "overrides": list(self.overrides),
+            "store": self.store,
+            "runner": self.runner,
+            "until": self.until,
+            "force": list(self.force),
+            "accept_code": list(self.accept_code),
+        }
+
+
+# The plan
+
+
+def show_plan(request: Request, *, as_json: bool) -> int:
+    """Print what a run would do. Returns the exit code.
+
+    Raises:
+        RecipeError: anything that was asked for is wrong.
+    """
+    plan = request.plan()
+    if as_json:
+        print(json.dumps(plan.to_json(), indent=1, ensure_ascii=False))
+    else:
+        print("\n".join(plan_lines(plan)))
+    return DONE
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """A plan as lines of text: each step with hit or run and the reason, and what it comes to."""
+    width = max((len(step.step) for step in plan.steps), default=0)
+    lines = [f"  {step.step:<{width}}  {_plan_line(step)}" for step in plan.steps]
+    runs = len(plan.misses)
+    if not runs:
+        return [*lines, f"All {len(plan.steps)} steps are there; a run computes nothing."]
+    cost = f", about {figures.about(plan.seconds)}" if plan.seconds else ""
+    steer = "`headrace run` does it; `--accept-code`, `--force`, `--until` steer it."
+    return [*lines, f"{runs} of {len(plan.steps)} steps run{cost}. {steer}"]
+
+
+def _plan_line(step: PlannedStep) -> str:
+    if step.status == "hit":
+        return f"hit  {figures.short(step.artifact)}  {step.reason or step.note}".rstrip()
+    took = f"last took {figures.about(step.last_seconds)}" if step.last_seconds is not None else ""
+    return f"run  {step.reason:<48}  {took}".rstrip()
+
+
+# The run
+
+
+def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
+    """Carry a request out. Returns the exit code: 0 done, 1 a step failed, 130 stopped after saving.
+
+    Raises:
+        RecipeError: anything that was asked for is wrong; nothing was started.
+        StoreError: the store cannot be written.
+        NoServer: the Prefect server did not come up.
+    """
+    begun = time.monotonic()
+    plan = request.plan()
+    run_id = new_run_name(plan.store)
+    board = Board(_line(planned) for planned in plan.steps)
+    display = open_display(board, as_json=as_json)
+    for text in _header(plan, run_id, request.runner):
+        display.say(text)
+    with _signals_as_interrupts():
+        if with_prefect:
+            result = _run_in_prefect(request, plan, run_id, display)
+        else:
+            result = _run_alone(plan, run_id, display, request.workers)
+    if as_json:
+        print(json.dumps({"type": "run"} | asdict(result), default=str))
+    else:
+        print("\n".join(outcome_lines(plan, result, board, request, time.monotonic() - begun)))
+    return {"done": DONE, "stopped": INTERRUPTED}.get(result.state, FAILED)
+
+
+def _line(planned: PlannedStep) -> Line:
+    return Line(planned.step, planned.stage, planned.needs)
+
+
+def _header(plan: Plan, run_id: str, runner: str) -> list[str]:
+    misses, total = len(plan.misses), len(plan.steps)
+    cached = "nothing cached" if misses == total else f"{total - misses} cached" if misses else "all cached"
+    cost = f", about {figures.about(plan.seconds)} by the last times" if misses and plan.seconds else ""
+    return [
+        f"Headrace {plan.recipe.name}: {total} steps, {cached}{cost}",
+        f"Run {run_id} · store {plan.store.url} · runner {runner}",
+    ]
+
+
+def _run_alone(plan: Plan, run_id: str, display: Display, workers: int) -> RunResult:
+    from flows.execute import execute
+    from flows.runners.process import ProcessRunner
+
+    runner = ProcessRunner()
+    try:
+        with display:
+            return execute(plan, runner=runner, run_id=run_id, listener=display.event, workers=workers)
+    finally:
+        runner.close()
+
+
+def _run_in_prefect(request: Request, plan: Plan, run_id: str, display: Display) -> RunResult:
+    from flows.local_server import run_link, serving, start_server
+
+    server = start_server()
+    if server is not None:
+        display.say("Starting a Prefect server for this run (10 to 30 s) …")
+    with serving(server):
+        from flows.pipeline import Session, run_in_prefect
+
+        _quiet_console()
+        main = threading.current_thread() is threading.main_thread()
+        session = Session(plan, run_id, display.event, request.workers, owns_signals=main)
+        with display:
+            state = run_in_prefect(session, request.parameters())
+    details = state.state_details
+    link = run_link(str(details.flow_run_id)) if server is None and details.flow_run_id else None
+    if link:
+        display.say(f"Prefect: {link}")
+    if session.result is None:
+        state.result()  # raises what ended the flow before a step could
+        raise RuntimeError(f"the flow ended as {state.name} without a result: {state.message}")
+    return session.result
+
+
+def _quiet_console() -> None:
+    """Keep what Prefect says of runs and tasks off the terminal: the display says it. Its API has the whole log."""
+    import logging
+
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(lambda record: not record.name.startswith(("prefect.flow_runs", "prefect.task_runs")))
+
+
+@contextmanager
+def _signals_as_interrupts() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread for the time of the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+# The outcome
+
+
+def outcome_lines(plan: Plan, result: RunResult, board: Board, request: Request, seconds: float) -> list[str]:
+    """What is said when a run is over: results, samples, the final model and what to do next; or what went wrong."""
+    if result.state == "stopped":
+        return _stopped_lines(result, board)
+    if result.state == "failed":
+        return _failed_lines(result)
+    made = [
+        Made(planned.step, planned.stage, step.artifact, planned.needs)
+        for planned in plan.steps
+        for step in [result.steps[planned.step]]
+        if step.artifact is not None
+    ]
+    lines = [""]
+    if report := summary.read_report(plan.store, made):
+        lines += [*summary.report_lines(report), ""]
+    last = summary.final_model(plan.store, made)
+    if last is None:
+        what = f"{made[-1].step}  {made[-1].artifact}" if made else ""
+        return [*lines, f"Done  {what}  ({figures.duration(seconds)})"]
+    lines.append(f"Final model  {last.step}  {last.artifact}  ({figures.duration(seconds)})")
+    store = "" if request.store == ".headrace" else f" --store {request.store}"
+    prompt = next((sample["prompt"] for sample in (report or {}).get("samples", [])), "What is 31 - 17?")
+    lines.append(f"Next   headrace sample {last.step} {shlex.quote(prompt)}{store}")
+    lines.append(f"       headrace lineage {last.step}{store}")
+    lines.append(f"       headrace pull {last.step} my-model{store}")
+    return lines
+
+
+def _stopped_lines(result: RunResult, board: Board) -> list[str]:
+    told = []
+    for step in result.steps.values():
+        line = board.lines[step.step]
+        if step.status == "stopped" and line.started is not None:
+            told.append(f"{step.step}: {saved_message(line)}.")
+    return [*(told or ["Stopped before a step was running."]), "Run the same command to go on from there."]
+
+
+def _failed_lines(result: RunResult) -> list[str]:
+    lines = []
+    for step in result.steps.values():
+        if step.status == "failed":
+            lines += _failure(step, result.run)
+    skipped = [step.step for step in result.steps.values() if step.status == "skipped"]
+    kept = [step.step for step in result.steps.values() if step.ok]
+    if skipped:
+        lines.append(f"Not run for that: {', '.join(skipped)}.")
+    if kept:
+        lines.append(f"Kept: {', '.join(kept)}. Run the same command again once it is mended.")
+    return lines
+
+
+def _failure(step: StepResult, run_id: str) -> list[str]:
+    message = step.message.rstrip(".")
+    ending = _ENDINGS.get(step.code or 0, "could not be run" if step.code is None else f"failed ({step.code})")
+    lines = [f"step {step.step} {ending}: {message}."]
+    if step.code in (80, 81, 82):
+        saved = f" Progress is kept at step {step.saved_step}." if step.saved_step is not None else ""
+        lines.append(f"  It is a verdict on the run, so it is not retried.{saved}")
+    if step.code is not None and step.code != 83:
+        lines.append(f"  Its log: headrace logs {run_id} {step.step}")
+    return lines
