@@ -277,11 +277,12 @@ def _write_info(
     }
     text = json.dumps(info, indent=2, ensure_ascii=False) + "\n"
     (context.output / INFO_FILE).write_text(text, encoding="utf-8")
-    figures = {f"{split}_{name}": values[name] for split, values in splits.items() for name in ("rows", "tokens")}
     train = splits["train"]
+    figures = {"tokens": train["tokens"], "rows": train["rows"]}
+    figures |= {f"{split}_rows": values["rows"] for split, values in splits.items() if split != "train"}
     parts = [f"{train['tokens']:,} tokens in {train['rows']:,} rows"]
     if config.format in PACKED:
-        figures["train_fill"] = train["fill"]
+        figures["fill"] = train["fill"]
         parts = [f"{parts[0]} of {config.row_length}", f"{100 * train['fill']:.1f}% full"]
     if config.format == "chat":
         parts.append(f"{100 * train['target_tokens'] / train['tokens']:.0f}% of tokens trained")

@@ -76,7 +76,7 @@ def test_packed_text_holds_every_document_once_and_counts_its_bytes(tokenize: An
     expected = sum(len(row["text"].encode()) for row in TEXT)
     expected -= sum(len(tokenizer.backend.decode(ids[:1]).encode()) for ids in pieces)
     assert train.bytes == expected
-    assert result.metrics["train_tokens"] == train.tokens
+    assert result.metrics["tokens"] == train.tokens
 
 
 def test_long_documents_are_split_into_pieces_that_join_to_the_document(tokenize: Any, folder: Any) -> None:
@@ -316,7 +316,7 @@ def test_limit_keeps_the_first_rows_and_train_only_keeps_a_generator_out_of_vali
     data = folder({"a.jsonl": json_lines(*({"prompt": f"q {n}"} for n in range(20)))})
     result = tokenize(config, data=data, tokenizer=tokenizer_path)
     assert all(prompt.prompt.startswith("q ") for prompt in read_prompts(result.folder, "validation"))
-    assert result.metrics["train_rows"] + result.metrics["validation_rows"] == 70
+    assert result.metrics["rows"] + result.metrics["validation_rows"] == 70
     limited = tokenize({"format": "prompt", "limit": 3}, data=data, tokenizer=tokenizer_path)
     assert [prompt.prompt for prompt in read_prompts(limited.folder)] == ["q 0", "q 1", "q 2"]
 
