@@ -6,7 +6,7 @@ import textwrap
 import uuid
 from pathlib import Path
 
-CONFIG = '''
+CONFIG = """
 from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, Field
 from stages.contract import ImportPath, Input, NotIdentity, StageConfig
@@ -34,9 +34,9 @@ class Config(StageConfig):
     delay: Annotated[float, NotIdentity()] = 0.0
     trouble: Annotated[str, NotIdentity()] = ""  # "crash@3", "kill@2", ... and a file: only while that is absent
     marker: Annotated[str, NotIdentity()] = ""
-'''
+"""
 
-STAGE = '''
+STAGE = """
 import os, signal, sys, time
 from pathlib import Path
 from stages.contract import NonFinite, Refused, Stopped, Tripwire, import_function
@@ -91,7 +91,7 @@ def run(context):
     (context.output / "value.txt").write_text(f"{total} {config.beta} {read}")
     (context.side_output("trail") / "trail.txt").write_text(str(config.total))
     context.summary(total=total)
-'''
+"""
 
 ARITHMETIC = '''
 def add(a, b):
