@@ -1,0 +1,267 @@
+"""The `headrace` command as a user meets it: real processes, real signals, what is printed and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_recipe import write_toy
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_toy(tmp_path)
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if name not in ("PREFECT_API_URL", "HEADRACE_STORE")}
+    return clean | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+
+
+def headrace(folder: Path, *arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flows.cli", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=180, **more)
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-u", "-m", "flows.cli", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if re.search(pattern, line):
+            return said
+    raise AssertionError(f"{pattern!r} was never said:\n{said}")
+
+
+def test_a_run_shows_results_samples_the_final_model_and_what_to_do_next(folder: Path) -> None:
+    done = headrace(folder, "run", "toy.yaml", "--no-prefect")
+    assert done.returncode == 0, done.stderr
+    assert "Headrace toy: 4 steps, nothing cached" in done.stdout
+    assert re.search(r"better +50\.0%   \(500 held-out problems, ±2\.2\)", done.stdout)
+    assert re.search(r"better +Answer: 1 ✓", done.stdout)
+    final = re.search(r"Final model  better  (sha256:[0-9a-f]{64})", done.stdout)
+    assert final is not None
+    assert "headrace lineage better" in done.stdout
+
+    plan = json.loads(headrace(folder, "plan", "toy.yaml", "--json").stdout)
+    assert {step["status"] for step in plan} == {"hit"}
+    assert next(step["artifact"] for step in plan if step["step"] == "better") == final[1]
+
+
+def test_json_gives_every_event_and_one_final_object(folder: Path) -> None:
+    done = headrace(folder, "run", "toy.yaml", "--no-prefect", "--json")
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert events[-1]["type"] == "run"
+    assert events[-1]["state"] == "done"
+    assert set(events[-1]["steps"]) == {"words", "model", "better", "report"}
+    assert {"step", "progress", "metric", "log", "outcome"} <= {event["type"] for event in events}
+    assert "Headrace toy" in done.stderr
+
+
+def test_a_failed_step_says_why_in_one_sentence_and_exits_1(folder: Path) -> None:
+    done = headrace(folder, "run", "toy.yaml", "--no-prefect", "--set", "words.bad=true")
+    assert done.returncode == 1
+    assert 'step words failed before it started (83): words.txt line 3: "messages" is missing.\n' in done.stdout
+    assert "Not run for that: model, better, report." in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run", "toy.yaml", "--set", "better.rat=1"], "Did you mean rate?"),
+        (["run", "absent.yaml"], "absent.yaml: no such file."),
+        (["run", "toy.yaml", "--until", "wrds"], "--until wrds: no such step. Did you mean words?"),
+        (["run", "toy.yaml", "--runner", "moon"], "--runner moon: no such runner."),
+        (["run", "toy.yaml", "--store", "s3://bucket/x"], "not there yet"),
+        (["plan", "toy.yaml", "--force", "nobody"], "no such step"),
+        (["lineage", "grpo"], "No run is recorded here."),
+        (["status", "golden-otter"], "has no runs yet"),
+        (["verify", "sha256:12"], "at least 6 hexadecimal digits"),
+        (["verify", "base", "--all"], "not both"),
+        (["run", "toy.yaml", "--workers", "0"], "--workers"),
+    ],
+)
+def test_a_bad_request_is_one_clear_sentence_and_exits_2(folder: Path, arguments: list[str], told: str) -> None:
+    done = headrace(folder, *arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / ".headrace" / "runs").exists()
+
+
+def test_an_unwritable_store_is_said_in_a_sentence(folder: Path) -> None:
+    (folder / "file").write_text("")
+    done = headrace(folder, "run", "toy.yaml", "--no-prefect", "--store", "file")
+    assert done.returncode == 2
+    assert "is a file, not a folder" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_saves_exits_130_and_goes_on(folder: Path, number: signal.Signals) -> None:
+    slow = ["--set", "better.max_steps=60", "--set", "better.pause=0.1"]
+    process = start(folder, "run", "toy.yaml", "--no-prefect", *slow)
+    read_until(process, r"better +running")
+    time.sleep(1.0)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    saved = re.search(r"^better: saved at step (\d+) \(\d", said, re.MULTILINE)
+    assert saved is not None, said
+    assert "Run the same command to go on from there." in said
+
+    plan = headrace(folder, "plan", "toy.yaml", *slow).stdout
+    assert f"saved progress at step {saved[1]}" in plan
+    done = headrace(folder, "run", "toy.yaml", "--no-prefect", "--set", "better.max_steps=60")
+    assert done.returncode == 0
+    assert f"better  resumed at step {saved[1]}" in done.stdout
+
+
+def test_a_whole_run_in_prefect_with_a_server_of_its_own_is_interrupted_and_leaves_nothing_behind(folder: Path) -> None:
+    slow = ["--set", "better.max_steps=600", "--set", "better.pause=0.1"]
+    process = start(folder, "run", "toy.yaml", *slow)
+    said = read_until(process, r"better +running")
+    time.sleep(1.0)
+    assert "Starting a Prefect server" in said
+    children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True)
+    server = next(line.split()[0] for line in children.stdout.splitlines() if "flows.local_server" in line)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, said
+    assert re.search(r"^better: saved at step \d+ \(\d", said, re.MULTILINE), said
+    assert "Traceback" not in said
+    assert not Path(f"/proc/{server}").exists()
+
+
+def test_the_prefect_server_of_a_killed_run_ends_by_itself(folder: Path) -> None:
+    program = (
+        "from flows.local_server import LocalServer\nimport time\n"
+        "server = LocalServer()\nprint(server._process.pid, flush=True)\ntime.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=folder, env=environment()
+    )
+    assert process.stdout is not None
+    server = Path("/proc") / process.stdout.readline().strip()
+    assert server.exists()
+    process.kill()
+    process.wait()
+    for _ in range(600):
+        if not server.exists() or " Z " in (server / "stat").read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError("the server outlives the run that it was for")
+
+
+def test_on_a_terminal_the_table_is_drawn_in_place(folder: Path) -> None:
+    parent, child = pty.openpty()
+    command = [sys.executable, "-m", "flows.cli", "run", "toy.yaml", "--no-prefect"]
+    process = subprocess.Popen(command, cwd=folder, env=environment() | {"TERM": "xterm"}, stdout=child, stderr=child)
+    os.close(child)
+    said = b""
+    while True:
+        try:
+            data = os.read(parent, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not data:
+            break
+        said += data
+    os.close(parent)
+    assert process.wait() == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode())
+    assert re.search(r"words +toy\.words +done +\d", text)
+    assert re.search(r"report +toy\.report +done +\d", text)
+    assert "Final model  better" in text
+
+
+def test_the_listing_verbs_read_what_a_run_left(folder: Path) -> None:
+    assert headrace(folder, "run", "toy.yaml", "--no-prefect").returncode == 0
+    runs = json.loads(headrace(folder, "status", "--json").stdout)
+    name = runs[0]["id"]
+    assert runs[0]["state"] == "done"
+    assert re.search(rf"{name} +toy +done", headrace(folder, "status").stdout)
+    assert re.search(r"better +done", headrace(folder, "status", name[:6]).stdout)
+    assert "read 18 characters" in headrace(folder, "logs", name, "words").stdout
+    assert "step 3: loss 0.333" in headrace(folder, "logs", "model").stdout
+    events = [json.loads(line) for line in headrace(folder, "logs", "--json").stdout.splitlines()]
+    assert {event["step"] for event in events} == {"words", "model", "better", "report"}
+
+    tree = headrace(folder, "lineage", "better").stdout
+    assert re.search(r"^better  checkpoint  [0-9a-f]{12}", tree)
+    assert "1 file, 18 B: a.txt" in tree
+    graph = json.loads(headrace(folder, "lineage", f"{name}/better", "--json").stdout)
+    assert len(graph["nodes"]) == 4
+    assert headrace(folder, "lineage", graph["root"][7:17], "--mermaid").stdout.startswith("flowchart TD")
+
+    pulled = headrace(folder, "pull", "better", "copy")
+    assert pulled.returncode == 0
+    assert subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder / "copy", capture_output=True).returncode == 0
+    assert headrace(folder, "pull", "better", "copy").returncode == 2
+
+    near = headrace(folder, "lineage", "bettr")
+    assert near.returncode == 2
+    assert "Did you mean better?" in near.stderr
+    not_a_model = headrace(folder, "sample", "words", "hello")
+    assert not_a_model.returncode == 2
+    assert "words is a dataset; sample takes a checkpoint" in not_a_model.stderr
+    assert json.loads(headrace(folder, "refs", "--json").stdout) == []
+
+
+def test_verify_names_a_damaged_blob_its_file_and_its_artifact(folder: Path) -> None:
+    assert headrace(folder, "run", "toy.yaml", "--no-prefect").returncode == 0
+    assert headrace(folder, "verify").stdout.startswith("ok: 5 artifacts, ")
+    graph = json.loads(headrace(folder, "lineage", "better", "--json").stdout)
+    entry = next(item for item in graph["nodes"][0]["files"] if item["path"] == "training.jsonl")
+    blob = folder / ".headrace" / "blobs" / entry["sha256"][:2] / entry["sha256"]
+    data = bytearray(blob.read_bytes())
+    data[0] ^= 1
+    blob.chmod(0o644)
+    blob.write_bytes(data)
+    for arguments in (["verify"], ["verify", "better"], ["verify", "--all"]):
+        found = headrace(folder, *arguments)
+        assert found.returncode == 1
+        assert entry["sha256"] in found.stdout
+        assert f"training.jsonl of artifact {graph['root']}" in found.stdout
+    damages = json.loads(headrace(folder, "verify", "better", "--json").stdout)["damages"]
+    assert [(item["path"], item["artifact"]) for item in damages] == [("training.jsonl", graph["root"])]
+    assert headrace(folder, "verify", "words").returncode == 0
+
+
+def test_help_imports_nothing_heavy() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "flows.cli", "--help"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not imported & {"prefect", "torch", "transformers", "pydantic", "pyarrow", "numpy", "matplotlib"}
+
+
+def test_a_plan_imports_neither_torch_nor_prefect(folder: Path) -> None:
+    program = (
+        "import sys; from flows.running import Request, show_plan; show_plan(Request('toy.yaml'), as_json=True); "
+        "print(sorted({'torch', 'transformers', 'prefect'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stderr.strip() == "[]"
