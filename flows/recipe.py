@@ -29,14 +29,14 @@ from flows.recipe_yaml import Path as Where
 from flows.runners.memory import parse_size
 from stages.contract import Resources, config_class
 
-__all__ = ["InputRef", "Recipe", "RecipeError", "Step", "load_recipe"]
+__all__ = ["Header", "InputRef", "Recipe", "RecipeError", "Step", "load_recipe"]
 
 BUILT_IN = Path(__file__).parent / "recipes"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _SPECIAL = ("stage", "inputs", "resources")
 
 
-class _Header(BaseModel):
+class Header(BaseModel):
     """The settings of a recipe outside its steps."""
 
     model_config = ConfigDict(extra="forbid")
@@ -116,7 +116,7 @@ class _Reader:
         for text in overrides:
             self.override(text)
         self.bad.check()
-        header = self.validate(_Header, self.value, ())
+        header = self.validate(Header, self.value, ())
         if header is None or not header.steps:
             if header is not None:
                 self.bad.add(("steps",), "there are no steps.")

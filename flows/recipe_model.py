@@ -137,7 +137,8 @@ def wrong_input(step: Step, ref: InputRef, kind: str, holds: str | None, origin:
     """Why an artifact of `kind` (a dataset of `holds` rows, if known) cannot be input `ref` of `step`; "" if it can."""
     takes = step.takes(ref.name)
     if kind not in takes.kinds:
-        return f"step {step.name}: input {ref.name} is {_a(kind)} ({origin}); it takes {describe_input(takes)}."
+        hint = " A tokenize step makes one of files." if kind == "source" and "dataset" in takes.kinds else ""
+        return f"step {step.name}: input {ref.name} is {_a(kind)} ({origin}); it takes {describe_input(takes)}.{hint}"
     if kind == "dataset" and takes.holds and holds is not None and holds not in takes.holds:
         wanted = " or ".join(takes.holds)
         return f"step {step.name}: input {ref.name} is a dataset of {holds} rows ({origin}); it takes {wanted} rows."
