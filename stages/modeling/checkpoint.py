@@ -152,6 +152,11 @@ def _generation_config(model: PreTrainedModel, tokenizer: Any) -> GenerationConf
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ids or [None])[0]
     if config.bos_token_id is None:
         config.bos_token_id = tokenizer.bos_token_id
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        # Many published models set a temperature without do_sample, which transformers reads but does not write.
+        config.do_sample = True
     return config
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from stages.contract import BudgetSpent, NonFinite, Refused, StageContext, Stopped
 from stages.training.config import TrainingConfig
 from stages.training.optimizers import make_optimizers, set_learning_rate
-from stages.training.resume import Progress, read_snapshot, write_snapshot
+from stages.training.resume import OtherFormat, Progress, read_snapshot, write_snapshot
 from stages.training.schedule import learning_rate_factor
 
 RECORDS = "training.jsonl"
@@ -123,15 +123,20 @@ def train(
     progress = Progress()
     saver = _Saver(context, config)
     if (latest := context.work.latest()) is not None:
-        progress, extra = read_snapshot(latest[1], model, optimizers, records)
-        objective.load_state(extra)
-        if scaler is not None:
-            scaler.load_state_dict(progress.scaler)
-        saver.step = progress.step
-        context.resumed(progress.step)
+        try:
+            progress, extra = read_snapshot(latest[1], model, optimizers, records)
+            objective.load_state(extra)
+            if scaler is not None:
+                scaler.load_state_dict(progress.scaler)
+            saver.step = progress.step
+            context.resumed(progress.step)
+        except OtherFormat as error:
+            context.log(f"{error}: training starts anew", "warning")
     model.train()
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Renamed in the course of transformers 5; both names take the same argument.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
     before, started = progress.seconds, time.monotonic()
     display = _Display(context, config, progress.step, total_steps)

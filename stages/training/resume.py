@@ -25,6 +25,10 @@ from stages.training.optimizers import load_optimizer_tensors, optimizer_tensors
 FORMAT = 1
 
 
+class OtherFormat(Exception):
+    """Saved progress of another version, which cannot be read."""
+
+
 @dataclass
 class Progress:
     """How far a run is.
@@ -125,11 +129,12 @@ def read_snapshot(
         The progress, and the objective's extra tensors.
 
     Raises:
-        ValueError: the snapshot is of another format or another model.
+        OtherFormat: the snapshot was written by another version of this module; nothing is changed.
+        ValueError: the snapshot is of another model.
     """
     state = json.loads((folder / "state.json").read_text())
     if state.get("format") != FORMAT:
-        raise ValueError(f"saved progress in {folder} has format {state.get('format')!r}, this version reads {FORMAT}")
+        raise OtherFormat(f"saved progress has format {state.get('format')!r}, and this version reads {FORMAT}")
     saved, live = load_file(folder / "model.safetensors"), _model_tensors(model)
     if saved.keys() != live.keys():
         odd = sorted(saved.keys() ^ live.keys())[0]

@@ -69,6 +69,14 @@ def test_generation_ends_at_the_end_of_turn_of_the_chat_template_too(tmp_path):
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
 
 
+def test_a_temperature_without_do_sample_does_not_stop_a_save(tmp_path):
+    model = build("llama")
+    model.generation_config.temperature = 0.6
+    model.generation_config.do_sample = False
+    save_checkpoint(model, tokenizer(), tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["temperature"] == 0.6
+
+
 def test_a_template_that_refuses_the_conversation_leaves_the_end_of_sequence():
     other = tokenizer()
     other.chat_template = "{{ raise_exception('only one turn') }}"

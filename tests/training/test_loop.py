@@ -224,3 +224,36 @@ def test_fp16_on_a_cpu_is_refused(attempt):
     config = TrainingConfig(mixed_precision="fp16")
     with pytest.raises(Refused, match="fp16 needs a GPU"):
         train(attempt(config, {}).context, config, small_model(), None, Given([[(1, 1.0, {})]]), total_steps=1)
+
+
+def test_bf16_products_follow_fp32_and_keep_fp32_weights(attempt, tmp_path):
+    from accelerate.state import AcceleratorState
+
+    rows = read_packed(make_dataset(tmp_path / "data"))
+    losses = []
+    for i, precision in enumerate(("no", "bf16")):
+        AcceleratorState._reset_state(True)  # one process has one precision, but for this test
+        config = TrainingConfig(max_steps=4, train_batch_size=6, learning_rate=1e-2, mixed_precision=precision)
+        trial = attempt(config, {}, key=f"{i:08x}")
+        model = small_model()
+        objective = CausalLM(rows.input_ids, rows.segment_ids, rows.loss_mask, config)
+        train(trial.context, config, model, None, objective, total_steps=4)
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+        losses.append([line["loss"] for line in records(trial)])
+    AcceleratorState._reset_state(True)
+    assert losses[1] == pytest.approx(losses[0], abs=0.02)
+    assert losses[1] != losses[0]
+
+
+def test_recomputed_activations_give_the_same_checkpoint(attempt, tmp_path):
+    rows = read_packed(make_dataset(tmp_path / "data"))
+    weights = []
+    for i, recompute in enumerate((False, True)):
+        config = TrainingConfig(max_steps=3, train_batch_size=6, learning_rate=1e-2, gradient_checkpointing=recompute)
+        model = small_model()
+        objective = CausalLM(rows.input_ids, rows.segment_ids, rows.loss_mask, config)
+        trial = attempt(config, {}, key=f"{i:08x}")
+        train(trial.context, config, model, None, objective, total_steps=3)
+        assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules()) == recompute
+        weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    assert torch.equal(weights[0], weights[1])
