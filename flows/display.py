@@ -22,6 +22,7 @@ from flows import figures
 BAR = 16
 PLAIN_SECONDS = 10.0  # between two lines of progress of one step where there is no terminal
 ENDED = frozenset({"cached", "done", "failed", "stopped", "skipped"})
+NOT_SHOWN = frozenset({"learning_rate", "grad_norm", "seconds_left"})  # figures that tell little from one look
 STYLES = {
     "cached": "cyan",
     "done": "green",
@@ -65,7 +66,9 @@ class Line:
         self.unit = unit
 
     def seconds_left(self, now: float) -> float | None:
-        """Seconds to the end at the pace of this attempt; None before there is a pace."""
+        """Seconds to the end as the stage says, or at the pace of this attempt; None before there is a pace."""
+        if "seconds_left" in self.shown:
+            return self.shown["seconds_left"]
         if self._first is None or not self.total or self.done <= self._first[1]:
             return None
         return (self.total - self.done) * (now - self._first[0]) / (self.done - self._first[1])
@@ -149,7 +152,7 @@ def _running(line: Line, now: float) -> str:
         return " · ".join(filter(None, [_resumed(line), line.note, so_far]))
     of = f"/{figures.count(line.total)}" if line.total else ""
     parts = [f"{line.unit} {figures.count(line.done)}{of}"]
-    parts += [figures.figure(name, value) for name, value in line.shown.items()]
+    parts += [figures.figure(name, value) for name, value in line.shown.items() if name not in NOT_SHOWN]
     left = line.seconds_left(now)
     if left is not None:
         parts.append(f"{figures.about(left)} left")

@@ -22,6 +22,7 @@ HEADLINES: dict[str, tuple[str, str]] = {
     "exact_match": ("percent", "exact match"),
     "reward": ("number", "reward"),
     "rewards/accuracies": ("percent", "preferred"),
+    "preference_accuracy": ("percent", "preferred"),
     "accuracy": ("percent", "accuracy"),
     "margin": ("number", "margin"),
     "kl": ("number", "KL"),
@@ -116,8 +117,14 @@ def figure(name: str, value: float) -> str:
 
 
 def headline(metrics: Mapping[str, float]) -> str:
-    """The final metrics of a step worth a line: "loss 2.17 · 98.2% full"; empty when it has none."""
+    """The final metrics of a step worth a line: "loss 2.17 · 98.2% full"; empty when it has none.
+
+    Metrics of several models ("sft/exact_match") are for a table: here they only count the models.
+    """
     shown = [_labelled(name, metrics[name]) for name in HEADLINES if name in metrics]
+    models = {name.partition("/")[0] for name in metrics if "/" in name}
+    if not shown and models:
+        return f"{len(models)} model{'s' * (len(models) > 1)}"
     if not shown:
         shown = [f"{name.replace('_', ' ')} {number(value)}" for name, value in metrics.items() if _plain(value)]
     return " · ".join(shown[:SHOWN])

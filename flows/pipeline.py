@@ -135,9 +135,9 @@ def _run(session: Session, runner: Runner) -> State[Any]:
         execution.begin()
         with _stopping_on_signals(execution) if session.owns_signals else nullcontext():
             _run_steps(session, execution, tasks)
-        result = session.result = execution.finish()
-        if result.state != "stopped":
-            _make_pages(session.plan, result, get_run_logger())
+            result = session.result = execution.finish()
+            if result.state != "stopped":
+                _make_pages(session.plan, result, get_run_logger())
         return _final_state(result)
     finally:
         runner.close()

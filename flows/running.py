@@ -129,11 +129,15 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
     display = open_display(board, as_json=as_json)
     for text in _header(plan, run_id, request.runner):
         display.say(text)
-    with _signals_as_interrupts():
-        if with_prefect:
-            result = _run_in_prefect(request, plan, run_id, display)
-        else:
-            result = _run_alone(plan, run_id, display, request.workers)
+    try:
+        with _signals_as_interrupts():
+            if with_prefect:
+                result = _run_in_prefect(request, plan, run_id, display)
+            else:
+                result = _run_alone(plan, run_id, display, request.workers)
+    except KeyboardInterrupt:
+        display.say("Stopped before a step was running.")
+        return INTERRUPTED
     if as_json:
         print(json.dumps({"type": "run"} | asdict(result), default=str))
     else:

@@ -34,6 +34,13 @@ def test_a_running_step_shows_progress_figures_and_the_time_left() -> None:
     assert says(state, state.lines["base"], 1040.0) == "step 281/450 · loss 2.41 · 14.2k tok/s · 28 s left"
 
 
+def test_a_stage_that_knows_its_time_left_is_believed_and_shows_what_matters() -> None:
+    state = board()
+    state.apply(step("base", "running"))
+    state.apply(progress("base", 4, 6, 1010.0, learning_rate=0.00276, seconds_left=4.94, loss=5.56))
+    assert says(state, state.lines["base"], 1010.0) == "step 4/6 · loss 5.56 · 5 s left"
+
+
 def test_the_pace_of_a_resumed_step_counts_from_where_it_resumed() -> None:
     state = board()
     state.apply(step("base", "running"))
@@ -117,6 +124,7 @@ def test_json_lines_give_every_event_and_keep_words_off_standard_output(capsys: 
 
 def test_the_table_has_one_line_a_step_and_fits_the_width() -> None:
     state = board()
+    state.apply(step("corpus", "running"))
     state.apply(step("corpus", "done", seconds=3.14, metrics={"tokens": 1_200_000, "rows": 9214}))
     state.apply(step("base", "running"))
     state.apply(progress("base", 225, 450, 1010.0, **{f"figure_{i}": 1.0 for i in range(20)}))
@@ -177,6 +185,7 @@ def test_a_bar_is_full_only_at_the_end(done: int, total: int | None, full: int |
         (figures.listed(["a", "b", "c"]), "a, b and c"),
         (figures.headline({"odd_one": 3.0}), "odd one 3.00"),
         (figures.headline({}), ""),
+        (figures.headline({"sft/exact_match": 0.4, "dpo/exact_match": 0.6, "sft/sampled": 0.3}), "2 models"),
     ],
 )
 def test_numbers_read_as_people_write_them(value: str, text: str) -> None:
