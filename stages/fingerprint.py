@@ -45,8 +45,9 @@ class Fingerprint:
 
     Attributes:
         digest: "sha256:<64 hex>" of all files' hashes.
-        files: path relative to its import root -> {"sha256": hash of the normalised module,
-            "definitions": {name: hash}}. A definition is a top-level function, class or assigned name; "" stands for all other top-level statements.
+        files: path relative to its import root ->
+            {"sha256": hash of the normalised module, "definitions": {name: hash}}. A definition is a top-level
+            function, class or assigned name; "" stands for all other top-level statements.
     """
 
     digest: str
@@ -132,7 +133,7 @@ def stage_key(stage: str, identity: Mapping[str, Any], inputs: Mapping[str, str]
 
 
 def needs_torch(stage: str, python_path: Iterable[Path]) -> bool:
-    """Whether the stage needs torch: yes, unless `NEEDS_TORCH = False` stands in the body of its `Config`. Parsed only."""
+    """Whether the stage needs torch: yes, unless `NEEDS_TORCH = False` is in the body of its `Config`. Parses only."""
     package = stage if "." in stage else f"stages.{stage}"
     found = _Search([Path(os.path.abspath(path)) for path in python_path]).find(f"{package}.config")
     if found is None or found.file is None:

@@ -29,7 +29,8 @@ Invariants:
 - The server has no Python thread but its main one, has run no tensor operation and made no CUDA context when it forks:
   children may use OpenMP and CUDA.
 - A stage whose `Config` says `NEEDS_TORCH = False` is forked at once. torch is imported before the first stage that
-  needs it, or (unless `--lazy`) once no request has come for a moment; requests that come meanwhile wait for that.
+  needs it, or (unless `--lazy`) once no request has come for a moment. Requests are served between one import and the
+  next, a second or two apart.
 - A child is the leader of its own session, gets SIGTERM when the server dies (PR_SET_PDEATHSIG), and sees
   PYTHONHASHSEED=0. What it leaves running in its process group is killed when it ends.
 - The log of the store is written by whoever follows the events (`stages.artifacts.append_log`), not by the stage.
@@ -40,6 +41,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -60,6 +62,19 @@ _IDLE_SECONDS = 0.3
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "KILL": signal.SIGKILL}
 _MASKED = (signal.SIGTERM, signal.SIGINT)
+# What stages need: modules, and names that transformers imports when they are first asked for.
+_PRELOADED = (
+    ("torch", ""),
+    ("safetensors.torch", ""),
+    ("transformers", ""),
+    ("transformers", "AutoModelForCausalLM"),
+    ("transformers", "AutoTokenizer"),
+    ("transformers", "PreTrainedTokenizerFast"),
+    ("transformers", "GenerationConfig"),
+    ("transformers", "Qwen3ForCausalLM"),
+    ("transformers", "LlamaForCausalLM"),
+    ("accelerate", ""),
+)
 
 
 @dataclass
@@ -74,7 +89,8 @@ class _Server:
     grace: float
     lazy: bool
     closing: bool = False
-    torch_loaded: bool = False
+    loading: bool = False  # whether the imports have begun
+    unloaded: list[tuple[str, str]] = field(default_factory=lambda: list(_PRELOADED))
     asked: bool = False  # whether a stage was ever asked for
     unread: bytes = b""
     waiting: list[dict[str, Any]] = field(default_factory=list)  # requests to start a stage
@@ -103,6 +119,8 @@ def main(arguments: list[str]) -> int:
         _listen(server)
         _reap(server)
         _start_waiting(server)
+        if server.loading and server.unloaded:
+            _load_next(server)
     _close(server)
     return 0
 
@@ -136,10 +154,14 @@ def _answer(server: _Server, message: dict[str, Any]) -> None:
 def _listen(server: _Server) -> None:
     """Wait for requests, ended children or, once, for idleness; take in what there is."""
     # The first moment of idleness counts from the first request: a flow may be slow to send it.
-    idle = _IDLE_SECONDS if server.asked and not server.torch_loaded and not server.lazy else None
-    ready, _, _ = select.select([server.requests, server.wake], [], [], idle)
+    patience = None
+    if server.loading and (server.unloaded or server.waiting):
+        patience = 0.0  # only look: there is more to import, or the last import has made a stage ready to start
+    elif server.unloaded and server.asked and not server.lazy:
+        patience = _IDLE_SECONDS
+    ready, _, _ = select.select([server.requests, server.wake], [], [], patience)
     if not ready:
-        _load_torch(server)
+        server.loading = True  # idle for long enough, if it was not so already
         return
     if server.wake in ready:
         with contextlib.suppress(BlockingIOError):
@@ -194,7 +216,7 @@ def _signal(server: _Server, name: str, what: Any) -> None:
 
 
 def _start_waiting(server: _Server) -> None:
-    """Fork what can be forked; import torch for the rest, if there is any."""
+    """Fork what can be forked; begin to import torch for the rest, if there is any."""
     for request in list(server.waiting):
         try:
             spec = json.loads(Path(request["spec"]).read_bytes())
@@ -204,37 +226,28 @@ def _start_waiting(server: _Server) -> None:
             message = f"cannot read the spec {request.get('spec')}: {type(error).__name__}: {error}"
             _answer(server, {"type": "refused", "id": request["id"], "message": message})
             continue
-        if server.torch_loaded or not torch:
+        if torch and server.unloaded:
+            server.loading = True
+        else:
             server.waiting.remove(request)
             _fork(server, request)
-    if server.waiting:
-        _load_torch(server)
-        for request in server.waiting:
-            _fork(server, request)
-        server.waiting.clear()
 
 
-def _load_torch(server: _Server) -> None:
-    """Import what stages need, without starting a thread pool or touching a GPU."""
-    server.torch_loaded = True
+def _load_next(server: _Server) -> None:
+    """Import one more thing that stages need, without starting a thread pool or touching a GPU."""
     # Asking CUDA itself whether it is there would make a fork unusable; NVML can be asked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    module, name = server.unloaded[0]
     try:
-        import accelerate  # noqa: F401
-        import safetensors.torch  # noqa: F401
-        import torch  # noqa: F401
-        from transformers import (  # noqa: F401
-            AutoModelForCausalLM,
-            AutoTokenizer,
-            GenerationConfig,
-            LlamaForCausalLM,
-            PreTrainedTokenizerFast,
-            Qwen3ForCausalLM,
-        )
+        loaded = importlib.import_module(module)
+        if name:
+            getattr(loaded, name)
     except Exception:  # the stage will fail on the same import, and say so where it is seen
         traceback.print_exc()
-    gc.collect()
-    gc.freeze()  # a collection in a child would copy every page
+    if len(server.unloaded) == 1:
+        gc.collect()
+        gc.freeze()  # a collection in a child would copy every page
+    del server.unloaded[0]
 
 
 def _fork(server: _Server, request: dict[str, Any]) -> None:
