@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -186,11 +188,18 @@ class ServerProcess:
             start_new_session=True,
         )
         self.children: dict[str, int] = {}
+        self._lines: queue.Queue[str] = queue.Queue()
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
         self.ready = self.answer()
 
-    def answer(self) -> dict[str, Any]:
+    def _read(self) -> None:
         assert self.process.stdout is not None
-        message = json.loads(self.process.stdout.readline())
+        for line in self.process.stdout:
+            self._lines.put(line)
+
+    def answer(self) -> dict[str, Any]:
+        message = json.loads(self._lines.get(timeout=120))
         if message["type"] == "started":
             self.children[message["id"]] = message["pid"]
         return message
@@ -223,6 +232,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
             os.killpg(pid, signal.SIGKILL)
     server.process.kill()
     server.process.wait()
+    server.reader.join(60)
     for stream in (server.process.stdin, server.process.stdout):
         assert stream is not None
         with contextlib.suppress(BrokenPipeError):

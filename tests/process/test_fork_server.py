@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stages.artifacts import open_store, read_result
+from stages.artifacts import fetch, open_store, read_manifest, read_result
 from stages.fingerprint import needs_torch
 
 STAGE = "toy.counter"
@@ -212,7 +212,37 @@ def test_torch_is_loaded_once_for_the_stages_that_need_it_and_works_after_the_fo
         assert result is not None
         assert result.environment["threads"] >= 1
         # 400 * 400 * 400
-        from stages.artifacts import fetch
-
         fetch(open_store(toy.store), result.artifact, toy.root / name)
         assert (toy.root / name / "x").read_text() == "True 64000000.0 True"
+
+
+def test_without_lazy_torch_is_loaded_in_idle_moments_and_requests_are_still_served(toy: Any, tmp_path: Path) -> None:
+    package = toy.code / "toy" / "counter"
+    (package / "stage.py").write_text(
+        "import sys\ndef run(context):\n    (context.output / 'x').write_text(str('accelerate' in sys.modules))\n"
+    )
+    command = [sys.executable, "-m", "stages", "serve"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        texts = []
+        for number in range(100):
+            key = f"{number:064x}"
+            spec = toy.spec(f"s{number}", key=key)
+            process.stdin.write(f'{{"id": "{number}", "spec": "{spec}", "events": "{tmp_path}/events-{number}"}}\n')
+            process.stdin.flush()
+            for line in process.stdout:
+                if '"exited"' in line:
+                    assert f'"id": "{number}", "code": 0' in line
+                    break
+            result = read_result(open_store(toy.store), STAGE, key)
+            assert result is not None
+            manifest = read_manifest(open_store(toy.store), result.artifact)
+            texts.append(open_store(toy.store).get(manifest.files[0].blob).decode())
+            if texts[-1] == "True":
+                break
+            time.sleep(0.4)  # longer than the moment that counts as idle
+        process.stdin.close()
+        assert process.wait(60) == 0
+    assert texts[0] == "False"
+    assert texts[-1] == "True"
