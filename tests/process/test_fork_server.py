@@ -96,6 +96,14 @@ def test_the_end_of_requests_lets_stages_save_before_the_server_exits(toy: Any, 
     assert list(open_store(toy.store).list("work/"))
 
 
+def test_a_server_that_is_asked_to_end_lets_its_stages_save(toy: Any, server: Any) -> None:
+    server.start("slow", toy.spec(total=500, pause=0.1))
+    toy.wait_for_progress(server.folder / "slow.events", 2)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0
+    assert server.events("slow")[-1]["state"] == "stopped"
+
+
 def test_stages_save_when_the_server_is_killed(toy: Any, server: Any) -> None:
     pid = server.start("slow", toy.spec(total=500, pause=0.1))["pid"]
     toy.wait_for_progress(server.folder / "slow.events", 2)
