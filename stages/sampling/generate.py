@@ -15,9 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +24,7 @@ import torch
 from torch import Tensor
 
 from stages.sampling.cache import new_cache
+from stages.seeds import stream_seed
 
 # Rows that have ended are dropped once this share of the batch is left: copying the cache costs about two steps of it.
 KEEP_SHARE = 0.75
@@ -48,8 +47,7 @@ class Completion:
 
 def seeded_generator(*names: int | str) -> torch.Generator:
     """A CPU generator whose stream depends on `names` alone, such as (seed, "grpo", step)."""
-    digest = hashlib.sha256(json.dumps(names).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.Generator().manual_seed(stream_seed(*names))
 
 
 def generate(

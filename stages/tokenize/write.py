@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from stages.seeds import stream_seed
 from stages.tokenize.dataset import create_packed, write_table
 from stages.tokenize.encode import Document, EncodedPair, EncodedPrompt
 from stages.tokenize.packing import pack
@@ -62,7 +63,7 @@ class PackedWriter:
         )
         offsets = np.cumsum(lengths) - lengths
         source = offsets[layout.document] + layout.start
-        shuffled = np.random.default_rng(seed).permutation(layout.rows)
+        shuffled = np.random.default_rng(stream_seed("row order", seed)).permutation(layout.rows)
         target = shuffled[layout.row] * row_length + layout.column
         rows = create_packed(path, layout.rows, row_length)
         flat_ids, flat_segments, flat_mask = (

@@ -11,11 +11,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from stages.seeds import stream_seed
+
 
 @lru_cache(maxsize=2)
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """The permutation of `rows` rows in one epoch, int64 [rows]. Do not change it in place."""
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(rows)
+    return np.random.default_rng(stream_seed("data order", seed, epoch)).permutation(rows)
 
 
 def batch_rows(rows: int, batch_size: int, seed: int, step: int, limit: int | None = None) -> np.ndarray:
