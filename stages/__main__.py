@@ -19,10 +19,10 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     command, rest = arguments[0], arguments[1:]
     if command == "run" and len(rest) == 1:
-        _fix_hash_seed()
+        _fix_environment()
         return _run(Path(rest[0]))
     if command == "serve":
-        _fix_hash_seed()
+        _fix_environment()
         from stages.server import main as serve
 
         return serve(rest)
@@ -34,8 +34,19 @@ def main(arguments: list[str]) -> int:
     return 2
 
 
-def _fix_hash_seed() -> None:
-    """Start again with PYTHONHASHSEED=0, so that no order of a set can differ between a stage and its resumption."""
+# OpenMP threads that wait by spinning take the cores from other steps: with two steps on two cores, training ran several
+# times slower. Read by the library when torch is loaded.
+_QUIET_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+
+
+def _fix_environment() -> None:
+    """Set what must be set before the interpreter or torch starts.
+
+    The interpreter starts again with PYTHONHASHSEED=0, so that no order of a set can differ between a stage and its
+    resumption.
+    """
+    for name, value in _QUIET_WAITING.items():
+        os.environ.setdefault(name, value)
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
 
