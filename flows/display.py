@@ -263,7 +263,7 @@ class PlainDisplay:
         self.board, self._out, self._clock = board, out or sys.stdout, clock
         self._told: dict[str, float] = {}
         self._width = max((len(name) for name in board.lines), default=0)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may come, and be told of, in the middle of a line
 
     def __enter__(self) -> Self:
         return self
@@ -310,7 +310,7 @@ class JsonDisplay:
 
     def __init__(self, board: Board, out: TextIO | None = None) -> None:
         self.board, self._out = board, out or sys.stdout
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may come, and be told of, in the middle of a line
 
     def __enter__(self) -> Self:
         return self

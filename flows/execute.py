@@ -107,9 +107,17 @@ def execute(
     Raises:
         StoreError: the run's document cannot be written.
     """
-    execution = Execution(plan, runner=runner, run_id=run_id, listener=listener, grace=grace)
+    return run_all(Execution(plan, runner=runner, run_id=run_id, listener=listener, grace=grace), workers=workers)
+
+
+def run_all(execution: Execution, *, workers: int = 2) -> RunResult:
+    """`execute` for an execution that the caller has made, to stop it from elsewhere.
+
+    Raises:
+        StoreError: the run's document cannot be written.
+    """
     execution.begin()
-    waiting = [planned.step for planned in plan.steps]
+    waiting = [planned.step for planned in execution.plan.steps]
     running: dict[Future[StepResult], str] = {}
     try:
         with ThreadPoolExecutor(max(1, workers), thread_name_prefix="step") as pool:

@@ -29,7 +29,7 @@ STOP_SECONDS = 10
 
 
 class NoServer(Exception):
-    """The Prefect server did not come up; the message says what it printed and how to go on without it."""
+    """There is no Prefect server that answers; the message says why and how to go on without one."""
 
 
 def quiet_prefect() -> None:
@@ -53,9 +53,25 @@ def configured_api() -> str | None:
 
 
 def start_server() -> LocalServer | None:
-    """Begin to start a server unless an API is configured; `serving` waits for it. Returns at once."""
+    """Begin to start a server unless an API is configured; `serving` waits for it. Returns at once.
+
+    Raises:
+        NoServer: an API is configured, and nothing answers there.
+    """
     quiet_prefect()
-    return None if configured_api() else LocalServer()
+    url = configured_api()
+    if url is None:
+        return LocalServer()
+    try:
+        urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=30).close()
+    except urllib.error.HTTPError:
+        pass  # something answers: whether it lets us in is for Prefect to say
+    except (OSError, ValueError) as error:
+        raise NoServer(
+            f"the Prefect server {url} (PREFECT_API_URL, or the active Prefect profile) does not answer: "
+            f"{getattr(error, 'reason', error)}. Start it, unset it, or run with --no-prefect."
+        ) from None
+    return None
 
 
 class LocalServer:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 import queue
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from flows.plan import Plan, PlannedStep, make_plan
 from flows.recipe import load_recipe
 from flows.runners.base import Runner
 from flows.runners.process import ProcessRunner
+from flows.signals import stopping
 from flows.summary import Made
 
 POLL_SECONDS = 5.0  # between two looks at whether the run was cancelled in Prefect
@@ -57,7 +57,8 @@ class Session:
         run_id: the name of the run, which is also the name of its flow run.
         listener: hears every event.
         workers: steps that run at once.
-        owns_signals: whether signals to this process are for the run; in the main thread only.
+        on_signal: signals to this process are for the run, and it is called with how many have come so far; None leaves
+            signals to Prefect.
         result: how the run ended; set by the flow.
     """
 
@@ -65,7 +66,7 @@ class Session:
     run_id: str
     listener: Listener | None = None
     workers: int = WORKERS
-    owns_signals: bool = False
+    on_signal: Callable[[int], None] | None = None
     result: RunResult | None = None
 
 
@@ -133,7 +134,7 @@ def _run(session: Session, runner: Runner) -> State[Any]:
     execution = Execution(session.plan, runner=runner, run_id=session.run_id, listener=tasks.hear)
     try:
         execution.begin()
-        with _stopping_on_signals(execution) if session.owns_signals else nullcontext():
+        with stopping(execution, session.on_signal) if session.on_signal else nullcontext():
             _run_steps(session, execution, tasks)
             result = session.result = execution.finish()
             if result.state != "stopped":
@@ -178,27 +179,6 @@ def _run_steps(session: Session, execution: Execution, tasks: _TaskLogs) -> None
             raised, waiting = raised or error, []
     if raised is not None:
         raise raised
-
-
-@contextmanager
-def _stopping_on_signals(execution: Execution) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP stop the run: running stages save and end. The second one kills them.
-
-    They raise nothing, so the tasks and the flow run end in states of their own. (Prefect would raise on SIGTERM.)
-    """
-    count = 0
-
-    def stop(number: int, frame: object) -> None:
-        nonlocal count
-        count += 1
-        execution.stop(kill=count > 1)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _submit(

@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flows import figures, summary
 from flows.display import Board, Display, Line, open_display, saved_message
+from flows.execute import Execution, RunResult, StepResult, run_all
 from flows.names import new_run_name
 from flows.plan import Plan, PlannedStep, make_plan
 from flows.recipe import load_recipe
 from flows.recipe_model import RecipeError
+from flows.signals import interrupting, stopping
 from flows.summary import Made
-
-if TYPE_CHECKING:
-    from flows.execute import RunResult, StepResult
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 _ENDINGS = {  # exit codes of stages that are verdicts on the run
@@ -130,7 +125,7 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
     for text in _header(plan, run_id, request.runner):
         display.say(text)
     try:
-        with _signals_as_interrupts():
+        with interrupting():
             if with_prefect:
                 result = _run_in_prefect(request, plan, run_id, display)
             else:
@@ -160,13 +155,13 @@ def _header(plan: Plan, run_id: str, runner: str) -> list[str]:
 
 
 def _run_alone(plan: Plan, run_id: str, display: Display, workers: int) -> RunResult:
-    from flows.execute import execute
     from flows.runners.process import ProcessRunner
 
     runner = ProcessRunner()
     try:
-        with display:
-            return execute(plan, runner=runner, run_id=run_id, listener=display.event, workers=workers)
+        execution = Execution(plan, runner=runner, run_id=run_id, listener=display.event)
+        with display, stopping(execution, lambda count: _say_stopping(display, count)):
+            return run_all(execution, workers=workers)
     finally:
         runner.close()
 
@@ -181,8 +176,7 @@ def _run_in_prefect(request: Request, plan: Plan, run_id: str, display: Display)
         from flows.pipeline import Session, run_in_prefect
 
         _quiet_console()
-        main = threading.current_thread() is threading.main_thread()
-        session = Session(plan, run_id, display.event, request.workers, owns_signals=main)
+        session = Session(plan, run_id, display.event, request.workers, lambda count: _say_stopping(display, count))
         with display:
             state = run_in_prefect(session, request.parameters())
     details = state.state_details
@@ -203,23 +197,11 @@ def _quiet_console() -> None:
         handler.addFilter(lambda record: not record.name.startswith(("prefect.flow_runs", "prefect.task_runs")))
 
 
-@contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread for the time of the block."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, interrupt) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+def _say_stopping(display: Display, count: int) -> None:
+    if count == 1:
+        display.say("Stopping: what runs is saved first. Ctrl-C again kills it.")
+    elif count == 2:
+        display.say("Killing what still runs; what it had saved before is kept.")
 
 
 # The outcome

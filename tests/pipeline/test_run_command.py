@@ -110,6 +110,16 @@ def test_a_bad_request_is_one_clear_sentence_and_exits_2(folder: Path, arguments
     assert not (folder / ".headrace" / "runs").exists()
 
 
+def test_a_prefect_server_that_does_not_answer_is_said_in_a_sentence(folder: Path) -> None:
+    command = [sys.executable, "-m", "flows.cli", "run", "toy.yaml"]
+    dead = environment() | {"PREFECT_API_URL": "http://127.0.0.1:9/api"}  # port 9, "discard": nothing listens there
+    done = subprocess.run(command, cwd=folder, env=dead, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "the Prefect server http://127.0.0.1:9/api" in done.stderr
+    assert "--no-prefect" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_an_unwritable_store_is_said_in_a_sentence(folder: Path) -> None:
     (folder / "file").write_text("")
     done = headrace(folder, "run", "toy.yaml", "--no-prefect", "--store", "file")
@@ -128,6 +138,7 @@ def test_an_interrupted_run_saves_exits_130_and_goes_on(folder: Path, number: si
     assert process.returncode == 130
     saved = re.search(r"^better: saved at step (\d+) \(\d", said, re.MULTILINE)
     assert saved is not None, said
+    assert "Stopping: what runs is saved first." in said
     assert "Run the same command to go on from there." in said
 
     plan = headrace(folder, "plan", "toy.yaml", *slow).stdout
@@ -135,6 +146,20 @@ def test_an_interrupted_run_saves_exits_130_and_goes_on(folder: Path, number: si
     done = headrace(folder, "run", "toy.yaml", "--no-prefect", "--set", "better.max_steps=60")
     assert done.returncode == 0
     assert f"better  resumed at step {saved[1]}" in done.stdout
+
+
+def test_a_second_interrupt_kills_a_stage_that_does_not_stop(folder: Path) -> None:
+    stubborn = ["better.max_steps=600", "better.pause=0.1", "better.ignore_stop=true"]
+    process = start(folder, "run", "toy.yaml", "--no-prefect", *(word for item in stubborn for word in ("--set", item)))
+    read_until(process, r"better +running")
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    read_until(process, "Stopping: what runs is saved first")
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Killing what still runs" in said
+    assert "better: stopped before its first save; it starts again next time." in said
 
 
 def test_a_whole_run_in_prefect_with_a_server_of_its_own_is_interrupted_and_leaves_nothing_behind(folder: Path) -> None:
