@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from stages.artifacts.manifest import FileEntry, Manifest, check_path, manifest_key
@@ -171,4 +172,5 @@ class HashCache:
             temporary.write_text(data)
             os.replace(temporary, self.path)
         except OSError:  # only time is lost
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)

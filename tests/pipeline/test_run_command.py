@@ -120,11 +120,15 @@ def test_a_prefect_server_that_does_not_answer_is_said_in_a_sentence(folder: Pat
     assert "Traceback" not in done.stderr
 
 
-def test_an_unwritable_store_is_said_in_a_sentence(folder: Path) -> None:
+@pytest.mark.parametrize("place", ["file", "file/below"])
+@pytest.mark.parametrize("options", [["--no-prefect"], []])
+def test_a_store_that_cannot_be_is_said_in_a_sentence(folder: Path, place: str, options: list[str]) -> None:
     (folder / "file").write_text("")
-    done = headrace(folder, "run", "toy.yaml", "--no-prefect", "--store", "file")
+    done = headrace(folder, "run", "toy.yaml", "--store", place, *options)
     assert done.returncode == 2
-    assert "is a file, not a folder" in done.stderr
+    assert "store" in done.stderr
+    assert str(folder / "file") in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
