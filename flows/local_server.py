@@ -35,12 +35,12 @@ class NoServer(Exception):
 def quiet_prefect() -> None:
     """Set, unless the user has, what Prefect reads from the environment; call before prefect is imported.
 
-    No analytics, and only warnings on the console: its log goes to its API, the terminal belongs to the display.
+    No analytics, and only errors on the console: its log goes to its API, the terminal belongs to the display.
     """
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", str(STARTUP_SECONDS))
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "WARNING")
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
 
 
 def configured_api() -> str | None:
