@@ -15,16 +15,8 @@ from typing import Any
 
 from flows import figures
 from stages.artifacts import Damaged, NotInStore, Store, read_manifest
+from stages.evaluate.config import COLUMNS
 
-# Metrics of a report worth a column: (name, heading, whether it is a share). Those that no model has are left out.
-COLUMNS = (
-    ("bits_per_byte", "bits/byte", False),
-    ("exact_match", "exact match", True),
-    ("sampled", "sampled", True),
-    ("shows_work", "shows work", True),
-    ("preference_accuracy", "preference accuracy", True),
-    ("mean_completion_tokens", "tokens", False),
-)
 SAMPLES = 3
 ANSWER = 60  # characters of an answer that are shown
 

@@ -11,6 +11,17 @@ from pydantic import Field
 
 from stages.contract import ImportPath, Input, NotIdentity, StageConfig
 
+# The columns of a report's table: (metric, heading, whether it is a share). Those that no model has are left out.
+COLUMNS = (
+    ("bits_per_byte", "bits/byte", False),
+    ("exact_match", "exact match", True),
+    ("sampled", "sampled", True),
+    ("shows_work", "shows work", True),
+    ("sampled_showing_work", "right when shown", True),
+    ("preference_accuracy", "preference accuracy", True),
+    ("mean_completion_tokens", "tokens", False),
+)
+
 
 class Config(StageConfig):
     """Settings of the evaluate stage. What is measured depends on the inputs given: text, prompts, preferences."""

@@ -124,6 +124,9 @@ def answer_prompts(
         metrics["sampled"], metrics["sampled_stderr"] = mean_and_error(by_prompt.tolist())
         if style is not None:
             metrics["sampled_shows_work"] = mean_and_error([answer.style or 0.0 for answer in drawn])[0]
+            # Apart from how often a model shows its work: how well it does then.
+            if working := [answer.score for answer in drawn if answer.style]:
+                metrics["sampled_showing_work"], metrics["sampled_showing_work_stderr"] = mean_and_error(working)
         answers = greedy + drawn
     return metrics, answers
 

@@ -14,18 +14,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stages.evaluate.config import COLUMNS
 from stages.evaluate.measures import Answer
 
-# (metric, heading, whether it is a share shown as a percentage)
-COLUMNS = (
-    ("bits_per_byte", "bits/byte", False),
-    ("exact_match", "exact match", True),
-    ("sampled", "sampled", True),
-    ("shows_work", "shows work", True),
-    ("preference_accuracy", "preference accuracy", True),
-    ("mean_completion_tokens", "tokens", False),
-)
-_COLOURS = {"exact_match": "#2563eb", "sampled": "#93c5fd", "shows_work": "#a3a3a3", "preference_accuracy": "#f59e0b"}
+_COLOURS = {
+    "exact_match": "#2563eb",
+    "sampled": "#93c5fd",
+    "shows_work": "#a3a3a3",
+    "sampled_showing_work": "#5eead4",
+    "preference_accuracy": "#f59e0b",
+}
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,8 @@ def test_answers_are_scored_greedily_and_sampled(attempt, data, models):
         assert found["exact_match"] == sum(row["score"] for row in greedy) / 6
         assert found["shows_work"] == sum(row["style"] for row in greedy) / 6
         assert found["sampled"] == sum(row["score"] for row in mine[6:]) / 12
+        working = [row["score"] for row in mine[6:] if row["style"]]
+        assert found.get("sampled_showing_work") == (sum(working) / len(working) if working else None)
         assert found["mean_completion_tokens"] == sum(row["tokens"] for row in greedy) / 6
     assert report(one)["counts"] == {"prompts": 6, "sampled": 2}
 
