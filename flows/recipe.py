@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flows.recipe_errors import Mistakes, describe_errors, kind_of, plain
 from flows.recipe_inputs import check_cycles, check_kinds, read_inputs
-from flows.recipe_model import InputRef, Recipe, RecipeError, Step, near, stage_names
+from flows.recipe_model import BUILT_IN, InputRef, Recipe, RecipeError, Step, near, paths_start_from, stage_names
 from flows.recipe_yaml import Document, YamlError, parse, parse_value
 from flows.recipe_yaml import Path as Where
 from flows.runners.memory import parse_size
@@ -31,7 +31,6 @@ from stages.contract import Resources, config_class
 
 __all__ = ["Header", "InputRef", "Recipe", "RecipeError", "Step", "load_recipe"]
 
-BUILT_IN = Path(__file__).parent / "recipes"
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _SPECIAL = ("stage", "inputs", "resources")
 
@@ -210,6 +209,9 @@ class _Reader:
             if name not in parameters:
                 self.bad.add(path, f"{_dotted(path)}: no parameter {name!r}.{near(name, parameters)}")
                 return ""
+            if parameters[name] is None and "inputs" in path:
+                self.bad.add(path, f"{_dotted(path)}: parameter {name} has no value; give it with --set {name}=...")
+                return ""
             return parameters[name]
 
         if whole := re.fullmatch(r"\$\{([^{}]*)\}", value):
@@ -277,7 +279,13 @@ class _Reader:
             except ValueError as error:
                 self.bad.add((*path, "resources", field), f"{name}.resources.{field}: {error}.")
         inputs = read_inputs(
-            name, body.get("inputs"), (*path, "inputs"), config_type, all_steps, self.path.parent, self.bad
+            name,
+            body.get("inputs"),
+            (*path, "inputs"),
+            config_type,
+            all_steps,
+            paths_start_from(self.path),
+            self.bad,
         )
         if config is None or resources is None:
             return None

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from stages.contract import Input, Resources, StageConfig
 
+BUILT_IN = Path(__file__).parent / "recipes"
+
 
 class RecipeError(ValueError):
     """The recipe, or what was asked of it, cannot be used. The message is what the user reads; one line a mistake."""
@@ -88,7 +90,7 @@ class Recipe:
     @property
     def folder(self) -> Path:
         """The folder that relative paths of the recipe start from."""
-        return self.path.parent
+        return paths_start_from(self.path)
 
     def order(self, until: str | None = None) -> list[str]:
         """Step names so that each comes after those it waits for; with `until`, that step and what it needs only.
@@ -125,6 +127,11 @@ class Recipe:
             raise RecipeError(
                 f"{argument} {name}: no such step.{near(name, self.steps)} Steps: {', '.join(self.steps)}."
             )
+
+
+def paths_start_from(recipe: Path) -> Path:
+    """Where a recipe's relative paths start: its own folder, or the current one for a recipe of Headrace itself."""
+    return Path.cwd() if recipe.parent == BUILT_IN else recipe.parent
 
 
 def near(name: str, known: Iterable[str]) -> str:
