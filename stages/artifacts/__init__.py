@@ -4,13 +4,13 @@ The format of a store is specified in docs/artifacts.md.
 """
 
 from stages.artifacts.fetch import fetch, is_complete, pull, read_manifest, resolve_digest
+from stages.artifacts.folder import FolderStore
 from stages.artifacts.manifest import FileEntry, Manifest, canonical_json, check_digest, check_path
 from stages.artifacts.publish import HashCache, files_below, import_files, manifest_of, publish
 from stages.artifacts.results import Result, parse_result, read_result, result_key, results, write_result
 from stages.artifacts.runs import append_log, list_runs, log_key, read_log, read_run, write_run
 from stages.artifacts.store import (
     Damaged,
-    FolderStore,
     FullStore,
     NotInStore,
     ObjectInfo,

@@ -110,7 +110,8 @@ def is_complete(store: Store, digest: str) -> bool:
         manifest = read_manifest(store, digest)
     except (NotInStore, Damaged):
         return False
-    return all(store.size(entry.blob) == entry.size for entry in manifest.files)
+    sizes = store.sizes({entry.blob for entry in manifest.files})
+    return all(sizes.get(entry.blob) == entry.size for entry in manifest.files)
 
 
 def resolve_digest(store: Store, prefix: str) -> str:

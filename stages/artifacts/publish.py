@@ -15,14 +15,12 @@ import stat
 import threading
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from stages.artifacts.manifest import FileEntry, Manifest, check_path, manifest_key
 from stages.artifacts.store import NotInStore, Store, StoreError, hash_file
 
-_WRITERS = 4  # files stored at once: fsync waits for the disk, not for a core
 _SETTLED_NS = 2_000_000_000
 
 
@@ -44,8 +42,7 @@ def import_files(store: Store, files: list[tuple[str, Path]], kind: str) -> str:
     Raises: as `publish`.
     """
     _check(files, kind)
-    with ThreadPoolExecutor(_WRITERS) as pool:
-        stored = list(pool.map(lambda pair: store.put_blob(pair[1]), files))
+    stored = store.put_blobs([file for _, file in files])
     entries = [FileEntry(path, size, sha256) for (path, _), (sha256, size) in zip(files, stored, strict=True)]
     manifest = Manifest(kind, tuple(entries))
     key = manifest_key(manifest.digest)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,9 @@ def test_objects_are_put_read_listed_and_deleted(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     assert not (tmp_path / "store").exists()  # opening makes nothing
     assert list(store.list("")) == []
-    assert store.put("a/b", b"one") is True
-    assert store.put("a/c", b"") is True
-    assert store.put("ab", b"three") is True
+    assert store.put("a/b", b"one")
+    assert store.put("a/c", b"")
+    assert store.put("ab", b"three")
     assert store.get("a/b") == b"one"
     assert store.get("a/c") == b""
     assert (store.size("a/b"), store.size("nothing"), store.size("a")) == (3, None, None)
@@ -52,16 +53,16 @@ def test_an_empty_folder_goes_with_its_last_object(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.put("work/k/data/t/0", b"x")
     store.delete("work/k/data/t/0")
-    assert [path.name for path in tmp_path.iterdir() if path.name != "tmp"] == ["work"]
+    assert [path.name for path in tmp_path.iterdir() if path.name not in ("tmp", "locks")] == ["work"]
     assert list((tmp_path / "work").iterdir()) == []
 
 
 def test_putting_again_replaces_and_if_absent_does_not(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    assert store.put("k", b"one", if_absent=True) is True
-    assert store.put("k", b"two", if_absent=True) is False
+    assert store.put("k", b"one", if_absent=True)
+    assert store.put("k", b"two", if_absent=True) is None
     assert store.get("k") == b"one"
-    assert store.put("k", b"three") is True
+    assert store.put("k", b"three")
     assert store.get("k") == b"three"
     assert list((tmp_path / "tmp").iterdir()) == []
 
@@ -282,3 +283,19 @@ def test_a_store_can_be_moved(tmp_path: Path) -> None:
 
     fetch(open_store(tmp_path / "two"), digest, tmp_path / "out")
     assert (tmp_path / "out" / "a").read_text() == "x"
+
+
+def test_no_update_is_lost_where_writers_compare_and_swap(tmp_path: Path) -> None:
+    open_store(tmp_path).put("refs/n", b"0")
+
+    def add(_: int) -> None:
+        store = open_store(tmp_path)
+        for _ in range(25):
+            while True:
+                data, tag = store.get_with_tag("refs/n")
+                if store.put("refs/n", str(int(data) + 1).encode(), if_match=tag) is not None:
+                    break
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(add, range(4)))
+    assert open_store(tmp_path).get("refs/n") == b"100"
