@@ -5,10 +5,13 @@ The format of a store is specified in docs/artifacts.md.
 
 from stages.artifacts.fetch import fetch, is_complete, pull, read_manifest, resolve_digest
 from stages.artifacts.folder import FolderStore
+from stages.artifacts.leases import Lease, LeaseLost, LeaseRecord, acquire, leases, read_lease
 from stages.artifacts.manifest import FileEntry, Manifest, canonical_json, check_digest, check_path
 from stages.artifacts.publish import HashCache, files_below, import_files, manifest_of, publish
+from stages.artifacts.refs import Move, Ref, check_ref_name, promote, read_ref, ref_names, refs, rollback
 from stages.artifacts.results import Result, parse_result, read_result, result_key, results, write_result
 from stages.artifacts.runs import append_log, list_runs, log_key, read_log, read_run, write_run
+from stages.artifacts.secrets import find_secret, redact
 from stages.artifacts.store import (
     Damaged,
     FullStore,
@@ -30,37 +33,53 @@ __all__ = [
     "FolderStore",
     "FullStore",
     "HashCache",
+    "Lease",
+    "LeaseLost",
+    "LeaseRecord",
     "Manifest",
+    "Move",
     "NotInStore",
     "ObjectInfo",
     "ReadOnlyStore",
+    "Ref",
     "Result",
     "Store",
     "StoreError",
     "WorkArea",
+    "acquire",
     "append_log",
     "canonical_json",
     "check_digest",
     "check_path",
+    "check_ref_name",
     "fetch",
     "files_below",
+    "find_secret",
     "hash_file",
     "import_files",
     "is_complete",
+    "leases",
     "list_runs",
     "log_key",
     "manifest_of",
     "open_store",
     "parse_result",
+    "promote",
     "publish",
     "pull",
+    "read_lease",
     "read_log",
     "read_manifest",
+    "read_ref",
     "read_result",
     "read_run",
+    "redact",
+    "ref_names",
+    "refs",
     "resolve_digest",
     "result_key",
     "results",
+    "rollback",
     "verify_all",
     "verify_artifact",
     "write_result",
