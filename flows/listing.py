@@ -137,6 +137,8 @@ def _log_text(event: dict[str, Any]) -> str:
             return f"resumed at step {event.get('at')}"
         case "saved":
             return f"saved at step {event.get('at')} ({figures.duration(event.get('seconds') or 0.0)})"
+        case "waiting":
+            return f"waits for {event['for']}, which computes the same" if event.get("for") else "waits no longer"
         case "outcome":
             return f"ended: {event.get('state')} ({event.get('code')}) {event.get('message') or ''}".rstrip()
         case "step":
