@@ -134,8 +134,12 @@ class Lease:
         if self._lost.is_set():
             raise LeaseLost(self._reason)
 
-    def release(self) -> None:
-        """Give it up; nothing happens where it is lost. Errors of the store are left to the expiry."""
+    def release(self, *, remove: bool = False) -> None:
+        """Give it up; nothing happens where it is lost. Errors of the store are left to the expiry.
+
+        Args:
+            remove: remove the record too. Only right where the token is kept elsewhere or no result can follow.
+        """
         if self._end.is_set():
             return
         self._end.set()
@@ -145,6 +149,9 @@ class Lease:
                 return
             gone = self._record.model_copy(update={"holder": None, "renewed": _now()})
             try:
+                if remove:
+                    self._store.delete(_key(gone.key))
+                    return
                 self._store.put(_key(gone.key), _dump(gone), if_match=self._tag)
             except StoreError:
                 return
