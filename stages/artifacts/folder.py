@@ -29,6 +29,7 @@ from stages.artifacts.store import (
     StoreError,
     copy_stream,
     fsync_folder,
+    in_parallel,
     open_source,
 )
 
@@ -42,6 +43,8 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 class FolderStore:
     """A store in a folder of a POSIX file system. Safe for many processes at once."""
+
+    remote = False
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -153,7 +156,8 @@ class FolderStore:
         self, paths: Sequence[Path], known: Sequence[tuple[str, int] | None] | None = None
     ) -> builtins.list[tuple[str, int]]:
         with ThreadPoolExecutor(_WRITERS) as pool:
-            return list(pool.map(lambda path, had: self.put_blob(path, known=had), paths, known or [None] * len(paths)))
+            had = known or [None] * len(paths)
+            return in_parallel(pool, lambda index: self.put_blob(paths[index], known=had[index]), range(len(paths)))
 
     def get_file(self, key: str, path: Path, *, size: int | None = None, resume: bool = False) -> tuple[str, int]:
         with self._errors(key, "read"):

@@ -17,14 +17,17 @@ import builtins
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 CHUNK = 1 << 20
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 class StoreError(Exception):
@@ -57,9 +60,15 @@ class ObjectInfo:
 
 
 class Store(Protocol):
-    """What every store offers. All methods raise `StoreError`."""
+    """What every store offers. All methods raise `StoreError`.
+
+    Attributes:
+        url: what `open_store` takes, without anything secret.
+        remote: whether reading crosses a network, so that copies on this machine pay.
+    """
 
     url: str
+    remote: bool
 
     def get(self, key: str) -> bytes:
         """All bytes of an object; `NotInStore` if there is none."""
@@ -124,7 +133,9 @@ class Store(Protocol):
 
 
 def open_store(url: str | Path) -> Store:
-    """Open the store at a folder or a `file://` URL. The folder is made when something is first put there.
+    """Open the store at a folder, a `file://` URL or `s3://bucket/prefix`.
+
+    A folder is made when something is first put there; a bucket must be there, and is looked at when it is first used.
 
     Raises:
         StoreError: the URL's scheme is unknown, or the path is not a folder.
@@ -136,14 +147,20 @@ def open_store(url: str | Path) -> Store:
     from stages.artifacts.folder import FolderStore
 
     if scheme == "s3":
-        raise StoreError(f"{text}: stores on S3 are not there yet; give a folder")
+        try:
+            from stages.artifacts.s3 import S3Store
+        except ImportError as error:
+            raise StoreError(
+                f"{text}: stores on S3 need the package boto3, which cannot be imported: {error}"
+            ) from None
+        return S3Store(text)
     if scheme == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
             raise StoreError(f"{text}: a file:// store must be on this host (file:///folder)")
         return FolderStore(Path(unquote(parts.path)))
     if scheme:
-        raise StoreError(f"{text}: unknown kind of store {scheme!r}; give a folder or a file:// URL")
+        raise StoreError(f"{text}: unknown kind of store {scheme!r}; give a folder, a file:// or an s3:// URL")
     return FolderStore(Path(text).expanduser())
 
 
@@ -198,3 +215,15 @@ def fsync_folder(folder: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Remove a folder of temporary files, if it is there."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def in_parallel(pool: Executor, function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+    """`map` whose first error is raised at once; calls that have not begun are dropped then."""
+    futures = [pool.submit(function, item) for item in items]
+    try:
+        for future in as_completed(futures):
+            future.result()
+        return [future.result() for future in futures]
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
