@@ -61,6 +61,16 @@ def binary() -> Path:
 
 def start(folder: Path) -> Server:
     """Start a server that keeps its data in `folder`; it ends with this process. Takes about 4 seconds."""
+    for attempt in range(4):
+        try:
+            return _start(folder / str(attempt))
+        except RuntimeError:  # another program may have taken one of the ports meanwhile
+            if attempt == 3:
+                raise
+    raise AssertionError
+
+
+def _start(folder: Path) -> Server:
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "s3.json"
     identities = [
@@ -68,7 +78,7 @@ def start(folder: Path) -> Server:
         _identity("reader", READER, ["Read", "List"]),
     ]
     config.write_text(json.dumps({"identities": identities}))
-    names = [*_PORTS, "s3.port", "s3.port.grpc", "s3.port.iceberg"]
+    names = [*_PORTS, "s3.port", "s3.port.grpc", "s3.port.iceberg", "s3.port.lance"]
     ports = dict(zip(names, _free_ports(len(names)), strict=True))
     command = [str(binary()), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-filer"]
     command += [f"-s3.config={config}", "-s3.autoCreateBucket=false", "-master.telemetry=false", "-volume.max=100"]

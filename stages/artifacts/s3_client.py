@@ -135,6 +135,8 @@ def explain(error: BaseException, url: str, bucket: str, where: str, verb: str, 
         verb, what: what was tried ("read", "write", "delete", "list") on which key.
     """
     store = f"store {url}"
+    if isinstance(inner := getattr(error, "kwargs", {}).get("error"), StoreError):  # of the file that was being sent
+        return inner
     if isinstance(error, aws.ClientError):
         return _explain_answer(error, store, bucket, where, verb, what)
     if isinstance(error, aws.NoCredentialsError):

@@ -208,7 +208,7 @@ def download(client: Any, bucket: str, key: str, path: Path, *, size: int | None
         botocore errors: the object is not there or cannot be read.
     """
     try:
-        with open(path, "r+b" if resume and path.exists() else "xb") as file:
+        with open(path, "r+b" if resume and path.exists() else "x+b") as file:
             try:
                 digest = hashlib.sha256()
                 while resume and (chunk := file.read(CHUNK)):
@@ -303,11 +303,13 @@ class _Cut(Exception):
 @contextmanager
 def body_of(answer: dict[str, Any]) -> Iterator[Any]:
     """The body of an answer, to be read within `persist`."""
-    with answer["Body"] as body:
-        try:
-            yield body
-        except _CUTS as error:
-            raise _Cut(error) from error
+    body = answer["Body"]  # as its own context manager it gives the stream below it, which checks no length or checksum
+    try:
+        yield body
+    except _CUTS as error:
+        raise _Cut(error) from error
+    finally:
+        body.close()
 
 
 def persist(get: Callable[[], Any], progress: Callable[[], int] = lambda: 0) -> Any:
