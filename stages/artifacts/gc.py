@@ -7,8 +7,10 @@ is garbage: results, then manifests, then blobs, saved progress of finished keys
 leases, and what killed writers left.
 
 Invariants:
-- Nothing younger than the grace period is removed, so what a run has just put, and not yet named, stays. A publisher
-  that finds a blob or manifest there makes it young again (`Store.touch`).
+- Nothing younger than the grace period is removed, so what a run has just put, and not yet named, stays.
+- A gc that removes things holds a lease of its own, taken before it marks: there is one at a time. Whoever publishes
+  looks for it once the manifest is there. Where there is none, a later gc will see the manifest; where there is one, it
+  may have condemned an old blob that the publisher found in the store, so the publisher puts its blobs again.
 - Each object is looked at again right before it is removed: its age, and, once the last look is a moment old, all
   marks.
 - What points goes before what it points to: killed at any moment, no artifact is visible in part.
@@ -26,12 +28,12 @@ from datetime import UTC, datetime
 from functools import partial
 
 from stages.artifacts.fetch import read_manifest
-from stages.artifacts.leases import LeaseRecord, acquire, read_lease
+from stages.artifacts.leases import GC_KEY, LeaseRecord, acquire, read_lease
 from stages.artifacts.reach import Making, by_artifact, makings
 from stages.artifacts.refs import refs
 from stages.artifacts.results import parse_result
 from stages.artifacts.runs import read_run
-from stages.artifacts.store import NotInStore, ObjectInfo, Store
+from stages.artifacts.store import NotInStore, ObjectInfo, Store, StoreError
 
 RETENTION = 30 * 86400.0
 GRACE = 86400.0
@@ -115,6 +117,22 @@ def collect(
     """
     if not 0 <= grace <= retention:
         raise ValueError(f"a grace period of {grace:,.0f} s does not fit a retention of {retention:,.0f} s")
+    if not delete:
+        return _sweep(store, False, retention, grace, removed)
+    busy: list[LeaseRecord] = []
+    lease = acquire(store, GC_KEY, stage="gc", step="gc", run="gc", on_wait=busy.append, give_up=lambda: True)
+    if lease is None:
+        where = f"process {busy[-1].pid} on {busy[-1].host}"
+        raise StoreError(f"another gc of store {store.url} is running ({where}); wait for its end")
+    try:
+        return _sweep(store, True, retention, grace, removed)
+    finally:
+        lease.release(remove=True)
+
+
+def _sweep(
+    store: Store, delete: bool, retention: float, grace: float, removed: Callable[[Garbage], None]
+) -> Collection:
     look = _Look(store, retention, grace)
     found = Collection(kept=len(look.marks.artifacts), deleted=delete)
     for items in (look.results, look.runs, look.manifests, look.blobs, look.work, look.leases):
@@ -249,7 +267,7 @@ class _Look:
 
     def leases(self) -> Iterator[_Sure]:
         for info, lease in _leases(self._store):
-            if lease.key not in self.marks.busy and self._old(info, self._grace):
+            if lease.key not in self.marks.busy | {GC_KEY} and self._old(info, self._grace):
                 item = Garbage(info.key, info.size, "lease that nobody holds")
                 yield item, partial(self._remove_lease, lease.key)
 
@@ -274,6 +292,7 @@ def _mark(store: Store, now: float, retention: float, grace: float, manifests: d
         if live and now - info.modified < max(grace, 10 * lease.seconds):
             marks.busy.add(lease.key)
             waiting.extend(lease.inputs)
+    wanted: set[str] = set()  # keys of the steps of recent runs
     old_runs: dict[str, list[str]] = {}
     for info in store.list("runs/"):
         run = read_run(store, info.key.removeprefix("runs/").removesuffix(".json"))
@@ -283,7 +302,8 @@ def _mark(store: Store, now: float, retention: float, grace: float, manifests: d
         used = [digest for step in steps for digest in (step.get("artifact"), *(step.get("outputs") or {}).values())]
         if now - info.modified < retention:
             marks.runs.add(run["id"])
-            waiting.extend(digest for digest in used if digest)
+            wanted.update(step["key"] for step in steps if step.get("key"))
+            waiting.extend(digest for digest in [*used, *(run.get("sources") or {}).values()] if digest)
         else:
             old_runs[run["id"]] = [digest for digest in used if digest]
     current: dict[str, Making] = {}  # key of a result object -> what it says
@@ -296,7 +316,7 @@ def _mark(store: Store, now: float, retention: float, grace: float, manifests: d
         history = list(makings(result))
         found.extend(history)
         current[info.key] = history[0]
-        if now - info.modified < retention or result.key in marks.busy:
+        if now - info.modified < retention or result.key in marks.busy | wanted:
             marks.results.add(info.key)
             recent = datetime.fromtimestamp(now - retention, UTC).isoformat(timespec="milliseconds")
             for making in history:

@@ -17,6 +17,7 @@ service" (OSDI 2006).
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import platform
@@ -33,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stages.artifacts.store import Damaged, NotInStore, Store, StoreError
 
+GC_KEY = hashlib.sha256(b"gc").hexdigest()  # the key of the lease under which a gc removes things
 LEASE_SECONDS = 30.0
 _BEATS = 6  # heartbeats in the time after which a lease expires
 _POLL = 1.0  # seconds between two looks at somebody else's lease, at most
@@ -284,6 +286,12 @@ def read_lease(store: Store, key: str) -> LeaseRecord | None:
         return read_tagged(store, key)[0]
     except NotInStore:
         return None
+
+
+def gc_is_running(store: Store) -> bool:
+    """Whether a gc may be removing things just now. One that was killed elsewhere may still count for a while."""
+    lease = read_lease(store, GC_KEY)
+    return lease is not None and lease.holder is not None and not lease.is_dead()
 
 
 def leases(store: Store) -> Iterator[LeaseRecord]:

@@ -5,6 +5,7 @@ Invariants:
   but unused blobs.
 - Every file is read from the disk once; the hash is of the bytes that were copied (or checked by the server that got
   them), so a file that changes meanwhile cannot lie.
+- What is published beside a gc is put anew, so that nothing which the gc had condemned before is missing from it.
 - Publishing the same files again, also at the same time, gives the same digest and leaves the store as it was.
 """
 
@@ -19,9 +20,13 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from stages.artifacts.fetch import is_complete
+from stages.artifacts.leases import gc_is_running
 from stages.artifacts.manifest import FileEntry, Manifest, check_path, manifest_key
 from stages.artifacts.store import NotInStore, Store, StoreError, hash_file
 
+_GC_SECONDS = 0.5
+_TRIES = 5
 _SETTLED_NS = 2_000_000_000
 
 
@@ -54,15 +59,37 @@ def import_files(store: Store, files: list[tuple[str, Path]], kind: str, cache: 
             cache.remember(file, mark, sha256)
     entries = [FileEntry(path, size, sha256) for (path, _), (sha256, size) in zip(files, stored, strict=True)]
     manifest = Manifest(kind, tuple(entries))
+    _put_manifest(store, manifest)
+    if gc_is_running(store):
+        _put_again(store, manifest, dict(files))
+    return manifest.digest
+
+
+def _put_manifest(store: Store, manifest: Manifest) -> None:
     key = manifest_key(manifest.digest)
     try:
         if store.get(key) == manifest.to_json():
-            return manifest.digest
+            return
     except NotInStore:
         pass
     if store.put(key, manifest.to_json(), if_absent=True) is None and store.get(key) != manifest.to_json():
         store.put(key, manifest.to_json())  # what was there is damaged
-    return manifest.digest
+
+
+def _put_again(store: Store, manifest: Manifest, files: dict[str, Path]) -> None:
+    """Make every object of an artifact young: a gc may have condemned an old one that was found there a moment ago.
+
+    Raises:
+        StoreError: a gc that takes no heed of what is young goes on removing it.
+    """
+    for _ in range(_TRIES):
+        for entry in manifest.files:
+            store.put_file(entry.blob, files[entry.path], sha256=entry.sha256)
+        store.put(manifest_key(manifest.digest), manifest.to_json())
+        time.sleep(_GC_SECONDS)  # what it had looked at just before is removed by now
+        if is_complete(store, manifest.digest):
+            return
+    raise StoreError(f"a gc of store {store.url} removes what is published now; publish again when it has ended")
 
 
 def manifest_of(files: list[tuple[str, Path]], kind: str, cache: HashCache | None = None) -> Manifest:

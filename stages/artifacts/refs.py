@@ -12,17 +12,20 @@ Invariants:
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stages.artifacts.fetch import is_complete
+from stages.artifacts.leases import gc_is_running
 from stages.artifacts.manifest import check_digest
 from stages.artifacts.secrets import redact
 from stages.artifacts.store import Damaged, NotInStore, Store, StoreError
 
 MAX_WHY = 1000
+_GC_SECONDS = 3.0  # what a gc found in a look at the refs is removed by then, or looked at again
 _TRIES = 1000  # each failed try means that another writer has succeeded
 
 
@@ -93,7 +96,7 @@ def rollback(store: Store, name: str, *, who: str, why: str = "", to: int | None
 
     def move(ref: Ref | None) -> tuple[str, int | None] | None:
         if ref is None:
-            raise NotInStore(f"store {store.url} has no reference {name}")
+            raise _missing(store, name)
         target = before(ref) if to is None else to
         if target is None:
             raise ValueError(f"reference {name} never named anything before {ref.artifact}")
@@ -193,7 +196,9 @@ def _move(
         moved = Ref(name=name, artifact=digest, history=[*(ref.history if ref is not None else []), entry])
         data = moved.model_dump_json(indent=1).encode()
         if store.put(key, data, if_absent=True) if ref is None else store.put(key, data, if_match=tag):
-            if not is_complete(store, digest):  # a gc that had looked at the refs before this move
+            if gc_is_running(store):  # it may have looked at the refs before this move, and remove the artifact now
+                time.sleep(_GC_SECONDS)
+            if not is_complete(store, digest):
                 raise NotInStore(f"artifact {digest} was removed while reference {name} was moved to it; roll it back")
             return moved
     raise StoreError(f"reference {name} was moved {_TRIES} times by others meanwhile; try again")
@@ -204,8 +209,7 @@ def _read(store: Store, name: str) -> tuple[Ref, str]:
     try:
         data, tag = store.get_with_tag(key)
     except NotInStore:
-        known = ", ".join(ref_names(store)) or "none"
-        raise NotInStore(f"store {store.url} has no reference {name}; it has {known}") from None
+        raise _missing(store, name) from None
     try:
         ref = Ref.model_validate_json(data)
         check_digest(ref.artifact)
@@ -222,3 +226,8 @@ def _read(store: Store, name: str) -> tuple[Ref, str]:
     except ValueError as error:
         raise Damaged(f"{key} in store {store.url} is not a reference: {error}") from None
     return ref, tag
+
+
+def _missing(store: Store, name: str) -> NotInStore:
+    known = ", ".join(ref_names(store)) or "none"
+    return NotInStore(f"store {store.url} has no reference {name}; it has {known}")

@@ -23,7 +23,6 @@ from stages.artifacts import (
     StoreError,
     WorkArea,
     acquire,
-    open_store,
     publish,
     read_lease,
     read_result,
@@ -34,7 +33,8 @@ KEY = "ab" * 32
 HOLDER = """
 import sys, time
 from stages.artifacts import acquire, open_store
-lease = acquire(open_store(sys.argv[1]), sys.argv[2], stage="count", step="a", run=sys.argv[3], seconds=float(sys.argv[4]))
+about = {"stage": "count", "step": "a", "run": sys.argv[3]}
+lease = acquire(open_store(sys.argv[1]), sys.argv[2], seconds=float(sys.argv[4]), **about)
 print("held", lease.token, flush=True)
 time.sleep(600)
 """
@@ -239,8 +239,3 @@ def test_the_time_of_a_lease_is_a_setting_that_is_checked(store: Store, monkeypa
     assert record is not None
     assert record.seconds == 12.5
     lease.release()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(tmp_path / "store")
