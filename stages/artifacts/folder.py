@@ -148,7 +148,8 @@ class FolderStore:
         if known is not None and self.size(blob_key(known[0])) == known[1]:
             return known
         with open_source(path) as source, self._errors(str(path), "write"), self._temporary() as (temporary, file):
-            digest, size = copy_stream(source, file, path)
+            # Not beyond its size now: one that grows is stored as it was.
+            digest, size = copy_stream(source, file, path, at_most=os.fstat(source.fileno()).st_size)
             self._place(temporary, file, self._path(blob_key(digest)))
         return digest, size
 

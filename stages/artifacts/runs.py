@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stages.artifacts.secrets import redact
-from stages.artifacts.store import Damaged, NotInStore, Store
+from stages.artifacts.store import Damaged, NotInStore, Store, is_segment
 
 
 def _check_name(name: str, what: str) -> str:
@@ -83,7 +83,10 @@ def append_log(store: Store, run: str, step: str, events: list[dict[str, Any]]) 
 def read_log(store: Store, run: str, step: str | None = None) -> Iterator[dict[str, Any]]:
     """The events of one step, or of all steps in the order of their `time`; a line cut short by a kill is left out."""
     if step is not None:
-        yield from _read(store, log_key(run, step))
+        key = log_key(run, step)
+        for info in store.list(key):
+            if is_segment(info.key, key):
+                yield from _read(store, info.key)
         return
     events: list[dict[str, Any]] = []
     for info in store.list(f"logs/{_check_name(run, 'run')}/"):

@@ -31,7 +31,7 @@ from stages.artifacts import s3_client, s3_transfer
 from stages.artifacts.manifest import blob_key, check_path, sha256_hex
 from stages.artifacts.s3_client import FAULTS, error_code, status
 from stages.artifacts.s3_transfer import Hashed, base64_of
-from stages.artifacts.store import Damaged, NotInStore, ObjectInfo, StoreError, in_parallel
+from stages.artifacts.store import Damaged, NotInStore, ObjectInfo, StoreError, in_parallel, is_segment
 
 _FILES_AT_ONCE = 4
 _REQUESTS_AT_ONCE = 8
@@ -359,11 +359,6 @@ def parse_url(url: str) -> tuple[str, str]:
         return bucket, check_path(prefix) + "/" if prefix else ""
     except ValueError as error:
         raise StoreError(f"{url}: the prefix cannot be used: {error}") from None
-
-
-def is_segment(key: str, base: str) -> bool:
-    """Whether an object is part of the appended object `base`."""
-    return key == base or re.fullmatch(re.escape(base) + r"\.\d{6}", key) is not None
 
 
 def _next_segment(base: str, key: str) -> str:

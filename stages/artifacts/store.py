@@ -16,6 +16,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, as_completed
@@ -120,7 +121,10 @@ class Store(Protocol):
         """The SHA-256 (hex) of an object's bytes, read now."""
 
     def append(self, key: str, data: bytes) -> None:
-        """Add `data` at the end of an object, made if absent. Only logs are written so."""
+        """Add `data` at the end of an object, made if absent. Only logs are written so.
+
+        The object may go on in others, whose keys `is_segment` knows: together, sorted by key, they hold all bytes.
+        """
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""
@@ -164,6 +168,11 @@ def open_store(url: str | Path) -> Store:
     return FolderStore(Path(text).expanduser())
 
 
+def is_segment(key: str, base: str) -> bool:
+    """Whether an object is part of the appended object `base`: itself, or `base` with "." and six digits."""
+    return key == base or re.fullmatch(re.escape(base) + r"\.\d{6}", key) is not None
+
+
 def hash_file(path: Path) -> tuple[str, int]:
     """The SHA-256 (hex) and size of a file.
 
@@ -184,13 +193,13 @@ def open_source(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def copy_stream(source: IO[bytes], target: IO[bytes] | None, name: Path) -> tuple[str, int]:
+def copy_stream(source: IO[bytes], target: IO[bytes] | None, name: Path, at_most: int | None = None) -> tuple[str, int]:
     """Copy (or, without a target, only hash) in one pass. Returns the SHA-256 (hex) and the number of bytes."""
     digest = hashlib.sha256()
     size = 0
     while True:
         try:
-            chunk = source.read(CHUNK)
+            chunk = source.read(CHUNK if at_most is None else min(CHUNK, at_most - size))
         except OSError as error:
             raise StoreError(f"cannot read {name}: {error.strerror or error}") from error
         if not chunk:

@@ -21,10 +21,12 @@ from stages.artifacts import (
     NotInStore,
     ReadOnlyStore,
     StoreError,
+    append_log,
     fetch,
     import_files,
     open_store,
     publish,
+    read_log,
     s3_transfer,
     verify_all,
     verify_artifact,
@@ -361,6 +363,16 @@ def test_long_logs_go_on_in_another_object(s3_url: str) -> None:
     assert sizes == {"logs/r/s.jsonl": 300_000, "logs/r/s.jsonl.000001": 300_000, "logs/r/s.jsonl.000002": 100_000}
     connected(s3_url).append("logs/r/s.jsonl", b"end\n")  # another process finds where it goes on
     assert store.size("logs/r/s.jsonl.000002") == 100_004
+
+
+def test_a_log_in_several_objects_is_read_as_one(s3_url: str) -> None:
+    store = connected(s3_url)
+    for n in range(30):
+        append_log(store, "r", "s", [{"time": n, "n": n, "text": "x" * 20_000}])
+        append_log(store, "r", "s2", [{"time": n + 0.5, "n": -n}])
+    assert len(list(store.list("logs/r/s.jsonl"))) == 3
+    assert [event["n"] for event in read_log(store, "r", "s")] == list(range(30))
+    assert [event["n"] for event in read_log(store, "r")] == [m for n in range(30) for m in (n, -n)]
 
 
 def test_a_store_does_not_see_its_neighbours(s3_url: str) -> None:
