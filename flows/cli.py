@@ -32,7 +32,7 @@ ArtifactName = Annotated[
     str, typer.Argument(metavar="ARTIFACT", help="A step (grpo), step/output, RUN/step, reference, or digest.")
 ]
 StoreUrl = Annotated[
-    str, typer.Option("--store", envvar="HEADRACE_STORE", metavar="URL", help="The artifact store: a folder.")
+    str, typer.Option("--store", envvar="HEADRACE_STORE", metavar="URL", help="The artifact store: a folder, or s3://bucket/prefix.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Set = Annotated[
@@ -282,6 +282,14 @@ def gc(
     from flows import store_verbs
 
     store_verbs.gc(store, delete=delete, keep=keep, grace=grace, as_json=json_)
+
+
+@app.command()
+def doctor(store: StoreUrl = ".headrace", json_: Json = False) -> None:
+    """Check this machine and the store: what does not work or is not safe, and how to mend it."""
+    from flows import doctor as checks
+
+    raise typer.Exit(checks.doctor(store, as_json=json_))
 
 
 def main() -> None:

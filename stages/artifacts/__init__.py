@@ -3,6 +3,7 @@
 The format of a store is specified in docs/artifacts.md.
 """
 
+from stages.artifacts.cache import open_cache
 from stages.artifacts.fetch import fetch, is_complete, pull, read_manifest, resolve_digest
 from stages.artifacts.folder import FolderStore
 from stages.artifacts.gc import Collection, Garbage, collect
@@ -72,6 +73,7 @@ __all__ = [
     "list_runs",
     "log_key",
     "manifest_of",
+    "open_cache",
     "open_store",
     "parse_result",
     "promote",

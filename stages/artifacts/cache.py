@@ -134,11 +134,15 @@ class BlobCache:
             NotInStore: the store has none.
             StoreError: the store or the cache cannot be used.
         """
+        while not self._fill(store, key, entry, target, link=link):
+            if self.take(entry, target, link=link):
+                return
+
+    def _fill(self, store: Store, key: str, entry: FileEntry, target: Path, *, link: bool) -> bool:
+        """`fill`, or False where another process has fetched the blob meanwhile."""
         with self._writing(), self._partial(entry) as partial:
-            if partial is None:  # fetched by another process meanwhile
-                if self.take(entry, target, link=link):
-                    return
-                raise StoreError(f"cached blob {entry.sha256} vanished while it was taken; try again")
+            if partial is None:
+                return False
             begun = partial.exists() and partial.stat().st_size > 0
             sha256, size = store.get_file(key, partial, size=entry.size, resume=True)
             if begun and (sha256, size) != (entry.sha256, entry.size):  # the beginning may be what is wrong
@@ -153,6 +157,7 @@ class BlobCache:
             if not self._hand_out(partial, target, link=link):
                 raise StoreError(f"cannot write {target}: the fetched file vanished")
             os.replace(partial, path)
+            return True
 
     def make_room(self, size: int) -> None:
         """Remove what was used longest ago until `size` more bytes fit, as far as they can."""
