@@ -274,6 +274,26 @@ def test_a_reference_that_is_moved_to_garbage_during_a_gc_keeps_it(tmp_path: Pat
     assert list(verify_all(store)) == []
 
 
+def test_what_is_published_while_a_gc_is_about_to_remove_it_stays(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gc has marked, and will not again; the publisher finds old blobs in the store and names them again."""
+    monkeypatch.setattr("stages.artifacts.gc._LOOK_AGAIN", 600.0)
+    artifact(tmp_path, store, "first", "shared")
+    artifact(tmp_path, store, "second", "shared")
+    time.sleep(3.1)
+    published: list[str] = []
+
+    def publish_again(item: Any) -> None:
+        if not published:
+            published.append("")
+            published[0] = artifact(tmp_path, store, "third", "shared")
+
+    collect(store, delete=True, retention=2.0, grace=2.0, removed=publish_again)
+    assert is_complete(store, published[0])
+
+
+@pytest.mark.slow
 def test_publishers_beside_a_gc_lose_nothing(tmp_path: Path, store: Store) -> None:
     """Old blobs are found in the store and named again while a gc removes all that is three seconds old."""
     folders = []
@@ -291,7 +311,7 @@ def test_publishers_beside_a_gc_lose_nothing(tmp_path: Path, store: Store) -> No
             collect(store, delete=True, retention=3.0, grace=3.0)
 
     def work(number: int) -> None:
-        for turn in range(2):
+        for turn in range(5):
             digest = publish(store, folders[number], "report")
             try:
                 result(store, number, digest, run=f"run-{turn}")
