@@ -8,8 +8,8 @@ Modes, each applied to every point in turn, with a real process (a fork) for eac
 - `kill`, `kill-after`: SIGKILL before, or right after, an operation of the store.
 - `system`: SIGKILL before each call to the system that changes something (a folder), or each request (S3).
 
-After each case: every artifact that is visible is whole, `verify` finds nothing, and running the scenario again, without
-the fault, ends as it should.
+After each case: every artifact that is visible is whole, `verify` finds nothing, and running the scenario again,
+without the fault, ends as it should.
 """
 
 from __future__ import annotations
