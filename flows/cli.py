@@ -32,7 +32,7 @@ ArtifactName = Annotated[
     str, typer.Argument(metavar="ARTIFACT", help="A step (grpo), step/output, RUN/step, reference, or digest.")
 ]
 StoreUrl = Annotated[
-    str, typer.Option("--store", envvar="HEADRACE_STORE", metavar="URL", help="The artifact store: a folder.")
+    str, typer.Option("--store", envvar="HEADRACE_STORE", metavar="URL", help="The artifact store: a folder, or s3://bucket/prefix.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Set = Annotated[
@@ -136,17 +136,90 @@ def lineage(
 
 @app.command()
 def verify(
-    artifact: Annotated[str | None, typer.Argument(metavar="[ARTIFACT]", help="One artifact; else everything.")] = None,
+    artifact: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ARTIFACT]", help="One artifact; a reference with all it was made from; else everything."
+        ),
+    ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Everything in the store (the default).")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Presence and sizes only; no hash is recomputed.")] = False,
+    ancestors: Annotated[bool, typer.Option("--ancestors", help="With all that the artifact was made from.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Put damaged files back from the local cache.")] = False,
+    from_: Annotated[
+        list[Path] | None, typer.Option("--from", metavar="DIR", help="Repair from the files of this folder too.")
+    ] = None,
     store: StoreUrl = ".headrace",
     json_: Json = False,
 ) -> None:
     """Recompute every hash; name each damaged file and exit 1 if there is one."""
-    from flows import listing
+    from flows import store_verbs
 
     if all_ and artifact is not None:
         raise typer.BadParameter("give an artifact or --all, not both")
-    raise typer.Exit(listing.verify(store, artifact, as_json=json_))
+    if ancestors and artifact is None:
+        raise typer.BadParameter("--ancestors needs an artifact")
+    if from_ and not repair:
+        raise typer.BadParameter("--from goes with --repair")
+    raise typer.Exit(
+        store_verbs.verify(
+            store,
+            artifact,
+            quick=quick,
+            with_ancestors=ancestors,
+            mend=repair,
+            sources=from_ or [],
+            as_json=json_,
+        )
+    )
+
+
+@app.command(name="import")
+def import_(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help="A model's folder, or data files, folders and patterns.")
+    ],
+    ref: Annotated[str | None, typer.Option("--ref", metavar="NAME", help="A reference that shall name it.")] = None,
+    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="For the reference's history.")] = "",
+    store: StoreUrl = ".headrace",
+    json_: Json = False,
+) -> None:
+    """Bring a Hugging Face model's folder or data files into the store as an artifact."""
+    from flows import store_verbs
+
+    store_verbs.import_artifact(store, paths, ref=ref, why=why, as_json=json_)
+
+
+@app.command()
+def promote(
+    artifact: ArtifactName,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The reference, such as production.")],
+    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="The reason, for the history.")] = "",
+    expect: Annotated[
+        str | None,
+        typer.Option("--expect", metavar="ARTIFACT", help="Only if it names this now ('none': nothing yet)."),
+    ] = None,
+    store: StoreUrl = ".headrace",
+    json_: Json = False,
+) -> None:
+    """Have a reference name an artifact; its history is kept."""
+    from flows import store_verbs
+
+    store_verbs.promote(store, artifact, name, why=why, expect=expect, as_json=json_)
+
+
+@app.command()
+def rollback(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The reference.")],
+    to: Annotated[int | None, typer.Option("--to", min=1, metavar="N", help="To entry N of its history.")] = None,
+    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="The reason, for the history.")] = "",
+    store: StoreUrl = ".headrace",
+    json_: Json = False,
+) -> None:
+    """Have a reference name what it named before its last move."""
+    from flows import store_verbs
+
+    store_verbs.rollback(store, name, to=to, why=why, as_json=json_)
 
 
 @app.command()
@@ -175,11 +248,48 @@ def sample(
 
 
 @app.command()
-def refs(store: StoreUrl = ".headrace", json_: Json = False) -> None:
+def refs(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One reference; else all.")] = None,
+    history: Annotated[bool, typer.Option("--history", help="With every move: when, who, why.")] = False,
+    store: StoreUrl = ".headrace",
+    json_: Json = False,
+) -> None:
     """List the references: names of artifacts such as production."""
-    from flows import listing
+    from flows import store_verbs
 
-    listing.refs(store, as_json=json_)
+    store_verbs.refs(store, name, history=history, as_json=json_)
+
+
+@app.command()
+def du(store: StoreUrl = ".headrace", json_: Json = False) -> None:
+    """Show what takes how much room, by kind, stage and run; shared files count once."""
+    from flows import store_verbs
+
+    store_verbs.du(store, as_json=json_)
+
+
+@app.command()
+def gc(
+    delete: Annotated[bool, typer.Option("--delete", help="Remove it; otherwise it is only shown.")] = False,
+    keep: Annotated[
+        str, typer.Option("--keep", metavar="TIME", help="Keep results and runs younger than this.")
+    ] = "30d",
+    grace: Annotated[str, typer.Option("--grace", metavar="TIME", help="Touch nothing younger than this.")] = "24h",
+    store: StoreUrl = ".headrace",
+    json_: Json = False,
+) -> None:
+    """Show what no reference, result, run or running stage needs any more, or remove it."""
+    from flows import store_verbs
+
+    store_verbs.gc(store, delete=delete, keep=keep, grace=grace, as_json=json_)
+
+
+@app.command()
+def doctor(store: StoreUrl = ".headrace", json_: Json = False) -> None:
+    """Check this machine and the store: what does not work or is not safe, and how to mend it."""
+    from flows import doctor as checks
+
+    raise typer.Exit(checks.doctor(store, as_json=json_))
 
 
 def main() -> None:

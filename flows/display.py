@@ -4,7 +4,7 @@ A display is given every event of a run, in order, from any thread. `Board` turn
 knows nothing of terminals; the three displays show a board.
 
 Events are those of `flows.execute` ({"type": "step", "step", "state", ...}) and of the stages (log, progress, metric,
-resumed, saved, outcome; see `stages.contract.StageContext`), each with "step", the recipe's name of the step.
+resumed, saved, waiting, outcome; see `stages.contract.StageContext`), each with "step", the recipe's name of the step.
 """
 
 from __future__ import annotations
@@ -103,6 +103,9 @@ class Board:
                     return line
                 case "saved":
                     line.saved, line.save_seconds = _at(event), float(event.get("seconds") or 0.0)
+                case "waiting":
+                    line.note = f"waits for {event['for']}, which computes the same" if event.get("for") else ""
+                    return line if line.note else None
                 case "log" if event.get("level") in ("warning", "error"):
                     line.note = str(event.get("text", ""))
         return None
@@ -140,7 +143,7 @@ def says(board: Board, line: Line, now: float) -> str:
         case "running":
             return _running(line, now)
         case "cached" | "done":
-            return " · ".join(filter(None, [_resumed(line), figures.headline(line.metrics)]))
+            return " · ".join(filter(None, [_resumed(line), figures.headline(line.metrics), line.message]))
         case "stopped" if line.started is not None:
             return saved_message(line)
     return line.message
@@ -293,6 +296,8 @@ class PlainDisplay:
     def _sentence(self, line: Line, event: dict[str, Any], now: float) -> str:
         if event.get("type") == "resumed":
             return _resumed(line)
+        if event.get("type") == "waiting":
+            return line.note
         if line.state == "running":
             return f"running ({line.stage})"
         ran = line.state in ("done", "failed", "stopped") and line.started is not None and line.seconds is not None

@@ -6,6 +6,7 @@ and follows it. `execute` calls it from plain threads; the Prefect flow calls it
 runner knows of Prefect.
 
 Invariants:
+- Of several runs that need one result, one computes it (the stage process takes a lease); the others wait and take it.
 - The store's result decides whether a step is done, not the exit code of its process.
 - Verdicts (exit codes 80 to 83) are never tried again. A kill, an unasked stop and a lost host are; so is a crash that
   saved further progress than any attempt before. Three attempts in a row without further progress end the step.
@@ -49,7 +50,7 @@ class StepResult:
     Attributes:
         status: "cached": its result was there; "done": it ran; "skipped": a step that it needs did not end well.
         seconds: time it took in this run.
-        message: for what did not end well, why, in one sentence.
+        message: for what did not end well, why, in one sentence; for what another run computed meanwhile, which.
         code: exit code of the last attempt, minus the signal's number for a signal; None where no process ran.
         saved_step: for a stopped or failed step, the step at which progress is saved, if any is.
     """
@@ -351,9 +352,11 @@ class Execution:
             self._scratch.remove(scratch)
         result = replace(before, code=code, attempts=number, saved_step=saved)
         if made is not None:
+            others = outcome.get("computed") is False  # another process computed it while this one waited
             return replace(
                 result,
-                status="done",
+                status="cached" if others else "done",
+                message=f"computed by run {made.run}" if others else "",
                 artifact=made.artifact,
                 outputs=made.outputs,
                 metrics=made.metrics,

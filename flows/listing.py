@@ -1,4 +1,4 @@
-"""The verbs that read: status, logs, lineage, verify, pull, sample, refs.
+"""The verbs that read: status, logs, lineage, pull, sample. (`flows.store_verbs` has those that look after a store.)
 
 Each takes the store's URL and prints to standard output: text for people, or one JSON value with `as_json`.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flows import figures
-from flows.names import UnknownName, find_run, read_refs, resolve
+from flows.names import UnknownName, find_run, resolve
 from stages.artifacts import (
     Store,
     fetch,
@@ -25,12 +25,11 @@ from stages.artifacts import (
     pull,
     read_log,
     read_manifest,
-    verify_all,
-    verify_artifact,
 )
 
 
-def _print_json(value: Any) -> None:
+def print_json(value: Any) -> None:
+    """Print one JSON value, indented."""
     print(json.dumps(value, indent=1, ensure_ascii=False, default=str))
 
 
@@ -43,11 +42,11 @@ def status(store_url: str, run: str | None, number: int, *, as_json: bool) -> No
     store = open_store(store_url)
     if run is not None:
         record = find_run(store, run)
-        _print_json(record) if as_json else print("\n".join(_run_lines(record)))
+        print_json(record) if as_json else print("\n".join(_run_lines(record)))
         return
     records = [record for _, record in zip(range(number), list_runs(store), strict=False)]
     if as_json:
-        _print_json(records)
+        print_json(records)
     elif not records:
         print(f"No runs in store {store.url} yet. `headrace run quickstart` makes one.")
     else:
@@ -137,6 +136,8 @@ def _log_text(event: dict[str, Any]) -> str:
             return f"resumed at step {event.get('at')}"
         case "saved":
             return f"saved at step {event.get('at')} ({figures.duration(event.get('seconds') or 0.0)})"
+        case "waiting":
+            return f"waits for {event['for']}, which computes the same" if event.get("for") else "waits no longer"
         case "outcome":
             return f"ended: {event.get('state')} ({event.get('code')}) {event.get('message') or ''}".rstrip()
         case "step":
@@ -156,56 +157,9 @@ def lineage(store_url: str, name: str, *, all_files: bool, as_mermaid: bool, as_
     store = open_store(store_url)
     graph = trace(store, resolve(store, name).digest)
     if as_json:
-        _print_json(graph.to_json())
+        print_json(graph.to_json())
     else:
         print(mermaid(graph) if as_mermaid else tree(graph, all_files=all_files))
-
-
-def verify(store_url: str, name: str | None, *, as_json: bool) -> int:
-    """Recompute the hashes of one artifact or of the whole store. Returns the exit code: 0, or 1 if anything is wrong.
-
-    Raises:
-        UnknownName: there is no such artifact.
-    """
-    store = open_store(store_url)
-    started = time.monotonic()
-    if name is None:
-        damages = list(verify_all(store))
-        keys = [(info.key, info.size) for info in store.list("blobs/")]
-        artifacts = sum(1 for _ in store.list("manifests/"))
-    else:
-        digest = resolve(store, name).digest
-        damages = verify_artifact(store, digest)
-        artifacts, keys = 1, []
-        if not any(damage.key.startswith("manifests/") for damage in damages):
-            keys = [(entry.blob, entry.size) for entry in read_manifest(store, digest).files]
-    blobs = dict(keys)
-    if as_json:
-        _print_json(
-            {
-                "ok": not damages,
-                "artifacts": artifacts,
-                "files": len(blobs),
-                "bytes": sum(blobs.values()),
-                "damages": [
-                    {"key": item.key, "problem": item.problem, "artifact": item.artifact, "path": item.path}
-                    for item in damages
-                ],
-            }
-        )
-        return 1 if damages else 0
-    for damage in damages:
-        print(f"damaged: {damage}")
-    told = (
-        f"{figures.count(artifacts)} artifact{'s' * (artifacts != 1)}, {figures.count(len(blobs))} files, "
-        f"{figures.size(sum(blobs.values()))}, every hash recomputed ({figures.duration(time.monotonic() - started)})"
-    )
-    if damages:
-        print(f"{len(damages)} damaged of {told}")
-        print("Remove a damaged file from the store and run its recipe again: the step that made it runs again.")
-        return 1
-    print(f"ok: {told}")
-    return 0
 
 
 def pull_to(store_url: str, name: str, folder: Path, *, as_json: bool) -> None:
@@ -220,7 +174,7 @@ def pull_to(store_url: str, name: str, folder: Path, *, as_json: bool) -> None:
     manifest = pull(store, named.digest, folder)
     if as_json:
         files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in manifest.files]
-        _print_json({"artifact": named.digest, "kind": manifest.kind, "folder": str(folder), "files": files})
+        print_json({"artifact": named.digest, "kind": manifest.kind, "folder": str(folder), "files": files})
         return
     print(f"{named.label}: {manifest.kind}, {len(manifest.files)} files, {figures.size(manifest.size)} -> {folder}")
     print(f"Check it at any time: cd {folder} && sha256sum -c SHA256SUMS")
@@ -247,15 +201,3 @@ def sample(store_url: str, name: str, prompt: str) -> int:
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "stages", "sample", str(folder), prompt]
         return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
-
-
-def refs(store_url: str, *, as_json: bool) -> None:
-    """The references of a store."""
-    store = open_store(store_url)
-    found = read_refs(store)
-    if as_json:
-        _print_json([{"name": name, **value} for name, value in sorted(found.items())])
-    elif not found:
-        print(f"No references in store {store.url}.")
-    for name, value in [] if as_json else sorted(found.items()):
-        print(f"  {name:<24} {value.get('artifact', '')}")

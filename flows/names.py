@@ -8,14 +8,13 @@ first digits of a digest. A name is never guessed: what is not found is an error
 from __future__ import annotations
 
 import difflib
-import json
 import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from stages.artifacts import Store, list_runs, resolve_digest
+from stages.artifacts import Store, list_runs, read_ref, ref_names, resolve_digest
 
 _FIRST = (
     "amber blue brave bright bronze calm clear cold coral deep early fair fresh gentle glad golden grand "
@@ -41,10 +40,12 @@ class Named:
     Attributes:
         digest: full digest.
         label: how to speak of it: "grpo (run golden-otter)", "production".
+        ref: the reference that it was found by, "" for none.
     """
 
     digest: str
     label: str
+    ref: str = ""
 
 
 def resolve(store: Store, name: str) -> Named:
@@ -55,14 +56,12 @@ def resolve(store: Store, name: str) -> Named:
     """
     if name.startswith(("sha256:", "artifact:")):
         return _by_digest(store, name.removeprefix("artifact:"))
-    refs = read_refs(store)
+    refs = ref_names(store)
+    wanted = name.removeprefix("ref:")
+    if wanted in refs:
+        return Named(read_ref(store, wanted).artifact, wanted, wanted)
     if name.startswith("ref:"):
-        wanted = name.removeprefix("ref:")
-        if wanted not in refs:
-            raise UnknownName(f"there is no reference {wanted!r}.{_near(wanted, refs)}")
-        return Named(refs[wanted]["artifact"], wanted)
-    if name in refs:
-        return Named(refs[name]["artifact"], name)
+        raise UnknownName(f"there is no reference {wanted!r}.{_near(wanted, refs)}")
     runs = list(list_runs(store))
     if found := _by_run(runs, name) or _by_step(runs, name):
         return found
@@ -91,15 +90,6 @@ def find_run(store: Store, name: str | None = None) -> dict[str, Any]:
     if found:
         raise UnknownName(f"{name!r} is the start of {len(found)} runs: {', '.join(names[:5])}; give more of it.")
     raise UnknownName(f"no run {name!r}.{_near(name, names) or ' Newest runs: ' + ', '.join(names[:5]) + '.'}")
-
-
-def read_refs(store: Store) -> dict[str, dict[str, Any]]:
-    """The references of a store by name; each has at least "artifact"."""
-    refs = {}
-    for info in store.list("refs/"):
-        if info.key.endswith(".json"):
-            refs[info.key.removeprefix("refs/").removesuffix(".json")] = json.loads(store.get(info.key))
-    return refs
 
 
 def new_run_name(store: Store, rng: random.Random | None = None) -> str:

@@ -30,6 +30,7 @@ from stages.artifacts import (
     Store,
     StoreError,
     WorkArea,
+    find_secret,
     open_store,
     read_result,
     result_key,
@@ -279,6 +280,7 @@ def make_plan(
 
 
 def _make_plan(recipe: Recipe, store: Store, force: Sequence[str], until: str | None, accept: Sequence[str]) -> Plan:
+    _refuse_secrets(recipe)
     order = recipe.order(until)
     for argument, names in (("--force", force), ("--accept-code", accept)):
         for name in names:
@@ -301,6 +303,17 @@ def _make_plan(recipe: Recipe, store: Store, force: Sequence[str], until: str | 
                 waiting[ref.name] = ref.target if ref.source == "step" else ""
         planned[name] = planner.decide(step, inputs, waiting)
     return Plan(recipe, store, list(planned.values()), planner.force, planner.accept_code, until, sources)
+
+
+def _refuse_secrets(recipe: Recipe) -> None:
+    """A recipe and its overrides are stored with every result, for all who read the store to see."""
+    advice = "it would be stored with every result; take it out, and give it in the environment of the run only"
+    if found := find_secret(recipe.text):
+        line = recipe.text.count("\n", 0, found[0]) + 1
+        raise RecipeError(f"{recipe.path}:{line}: has {found[1]}, a secret: {advice}.")
+    for override in recipe.overrides:
+        if found := find_secret(override):
+            raise RecipeError(f"--set {override.partition('=')[0]}: has {found[1]}, a secret: {advice}.")
 
 
 def output_of(planned: PlannedStep, ref: InputRef) -> str | None:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
     """The document of a run that has just begun.
 
-    It holds id, recipe (name), recipe_path, recipe_text, overrides, parameters, until, force, accept_code, store, host,
-    pid, state ("running", then "done", "failed" or "stopped"), started, finished (ISO 8601, UTC), seconds, and `steps`:
-    for each step stage, needs, inputs, status, reason, key, artifact, outputs, seconds, metrics, message, code,
-    attempts, saved_step, logs, started, finished.
+    It holds id, recipe (name), recipe_path, recipe_text, overrides, parameters, until, force, accept_code, store,
+    sources ("step.input" -> digest of what comes from outside the run), host, pid, state ("running", then "done",
+    "failed" or "stopped"), started, finished (ISO 8601, UTC), seconds, and `steps`: for each step stage, needs, inputs,
+    status, reason, key, artifact, outputs, seconds, metrics, message, code, attempts, saved_step, logs, started,
+    finished.
     """
     recipe = plan.recipe
     return {
@@ -37,6 +38,7 @@ def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
         "force": sorted(plan.force),
         "accept_code": sorted(plan.accept_code),
         "store": plan.store.url,
+        "sources": {f"{step}.{name}": source.digest for (step, name), source in plan.sources.items() if source.digest},
         "host": platform.node(),
         "pid": os.getpid(),
         "state": "running",

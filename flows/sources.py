@@ -35,6 +35,7 @@ from stages.artifacts import (
     is_complete,
     manifest_of,
     read_manifest,
+    read_ref,
     read_result,
     resolve_digest,
     write_result,
@@ -85,7 +86,7 @@ def resolve(ref: InputRef, folder: Path, store: Store, cache: HashCache | None =
             case "artifact":
                 return _stored(ref, store, resolve_digest(store, ref.target))
             case "ref":
-                return _stored(ref, store, _read_ref(store, ref.target))
+                return _stored(ref, store, read_ref(store, ref.target).artifact)
             case "hf":
                 result = read_result(store, "hf", _hub_key(ref.target))
                 return Source(ref, None, None) if result is None else Source(ref, result.kind, result.artifact)
@@ -233,17 +234,6 @@ def _stored(ref: InputRef, store: Store, digest: str) -> Source:
         if manifest.kind == "dataset" and entry.path == "dataset.json":
             holds = json.loads(store.get(entry.blob)).get("holds")
     return Source(ref, manifest.kind, digest, holds=holds)
-
-
-def _read_ref(store: Store, name: str) -> str:
-    try:
-        value = json.loads(store.get(f"refs/{name}.json"))
-    except NotInStore:
-        names = sorted(info.key.removeprefix("refs/").removesuffix(".json") for info in store.list("refs/"))
-        raise ValueError(f"store {store.url} has no reference {name}; it has {', '.join(names) or 'none'}") from None
-    if not isinstance(value, dict) or not isinstance(value.get("artifact"), str):
-        raise ValueError(f"refs/{name}.json in store {store.url} names no artifact")
-    return str(value["artifact"])
 
 
 # Models of the Hugging Face hub

@@ -6,6 +6,8 @@ Invariants:
 - Events are whole JSON lines on a descriptor of their own; whatever prints to standard output goes to standard error. A
   reader that has gone, or a full disk under the events, never stops a stage or a save.
 - A signal only sets a flag: the stage stops where it can save, and no second signal disturbs it.
+- One process computes a key: it holds the lease on it (`stages.artifacts.leases`). Another one waits, says for whom,
+  and takes the result. A process that has lost its lease stops; it publishes no result.
 - The code that runs is the code that was planned: `spec.record["code"]`, as {"digest": ..., "files": ...} of
   `stage_fingerprint`, is compared with the code on disk before the stage is imported and once it is.
 """
@@ -13,14 +15,8 @@ Invariants:
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import json
-import math
 import os
-import platform
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -32,16 +28,23 @@ from pydantic import ValidationError
 
 from stages.artifacts import (
     Damaged,
+    Lease,
+    LeaseLost,
+    LeaseRecord,
     NotInStore,
     Result,
     Store,
     StoreError,
     WorkArea,
+    acquire,
     fetch,
     log_key,
     open_store,
+    parse_result,
     publish,
     read_manifest,
+    read_result,
+    result_key,
     write_result,
 )
 from stages.artifacts.store import remove_folder
@@ -56,77 +59,11 @@ from stages.contract import (
     Stopped,
     config_class,
 )
+from stages.environment import environment
+from stages.events import EventStream, StopFlag, json_line
 from stages.fingerprint import CodeError, difference, stage_fingerprint
 
 CRASHED = 1
-_LIBRARIES = ("accelerate", "headrace", "numpy", "pyarrow", "safetensors", "tokenizers", "torch", "transformers")
-
-
-class EventStream:
-    """Writes events to a descriptor, one JSON line each, from any thread. Errors of the descriptor are swallowed: the
-    reader may be gone while the stage saves."""
-
-    def __init__(self, descriptor: int, step: str = "") -> None:
-        self.step = step
-        self._descriptor = descriptor
-        self._lock = threading.Lock()
-        self._broken = descriptor < 0
-
-    def __call__(self, event: dict[str, Any]) -> None:
-        line = _json_line({"time": round(time.time(), 3), "step": self.step, **event})
-        with self._lock:
-            view = memoryview(line)
-            try:
-                while view and not self._broken:
-                    view = view[os.write(self._descriptor, view) :]
-            except OSError:
-                self._broken = True
-
-
-def _json_line(event: dict[str, Any]) -> bytes:
-    try:
-        text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except (TypeError, ValueError):
-        text = json.dumps(_plain(event), ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _plain(value: Any) -> Any:
-    """JSON for anything: scalars of array libraries become numbers, NaN and infinities null, other objects text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if hasattr(value, "item") and not isinstance(value, float):
-        try:
-            value = value.item()
-        except (TypeError, ValueError, RuntimeError):
-            return str(value)
-        if isinstance(value, bool | int):
-            return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return str(value)
-
-
-class StopFlag:
-    """Whether SIGTERM or SIGINT has come."""
-
-    def __init__(self) -> None:
-        self._set = False
-
-    def __call__(self) -> bool:
-        return self._set
-
-    def listen(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))  # the fork server blocks them
-
-    def _handle(self, number: int, frame: object) -> None:
-        self._set = True
 
 
 def run_spec(path: Path, events: int) -> int:
@@ -208,7 +145,7 @@ def _write_outcome(scratch: Path, outcome: dict[str, Any], emit: EventStream) ->
     temporary = scratch / "outcome.json.tmp"
     try:
         scratch.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(_json_line(outcome))
+        temporary.write_bytes(json_line(outcome))
         os.replace(temporary, scratch / "outcome.json")
     except OSError as error:
         emit({"type": "log", "level": "warning", "text": f"cannot write {scratch / 'outcome.json'}: {error.strerror}"})
@@ -220,6 +157,77 @@ def _attempt(spec: StageSpec, scratch: Path, emit: EventStream, stop: StopFlag, 
     config = _config(spec)
     code = _check_code(spec, config)
     store = open_store(spec.store)
+    turn = _take_turn(spec, store, emit, stop)
+    if isinstance(turn, Result):
+        message = f"computed by run {turn.run} meanwhile"
+        made = {"artifact": turn.artifact, "outputs": turn.outputs, "metrics": turn.metrics, "computed": False}
+        return _outcome(ExitCode.DONE, message, begun) | made
+    with turn as lease:
+        try:
+            return _compute(spec, scratch, emit, stop, begun, started, config, code, store, lease)
+        except LeaseLost as error:
+            raise Stopped(str(error)) from error
+        except BaseException as error:
+            if lease.lost and not isinstance(error, LeaseLost):
+                raise Stopped(lease.reason) from error
+            raise
+
+
+def _take_turn(spec: StageSpec, store: Store, emit: EventStream, stop: StopFlag) -> Lease | Result:
+    """Wait while another process computes the key. Returns the lease on it, or the result that is there by then."""
+    found: list[Result] = []
+    waited: list[LeaseRecord] = []
+
+    def result_is_there() -> bool:
+        if not spec.forced and (result := read_result(store, spec.stage, spec.key)):
+            found.append(result)
+        return bool(found)
+
+    def wait(record: LeaseRecord) -> None:
+        waited.append(record)
+        where = {"run": record.run, "host": record.host, "pid": record.pid, "since": record.since}
+        emit({"type": "waiting", "for": record.who(), **where})
+
+    def token_of_result() -> int:
+        try:
+            return parse_result(store, result_key(spec.stage, spec.key)).token
+        except (NotInStore, Damaged):
+            return 0
+
+    lease = acquire(
+        store,
+        spec.key,
+        stage=spec.stage,
+        step=spec.step,
+        run=spec.run,
+        inputs=list(spec.inputs.values()),
+        after=token_of_result,
+        on_wait=wait,
+        give_up=lambda: stop() or result_is_there(),
+    )
+    if waited:
+        emit({"type": "waiting", "for": None})
+    if lease is None and not found:
+        raise Stopped(f"stopped while it waited for {waited[-1].who()}")
+    if lease is not None and not result_is_there():
+        return lease
+    if lease is not None:
+        lease.release()
+    return found[-1]
+
+
+def _compute(
+    spec: StageSpec,
+    scratch: Path,
+    emit: EventStream,
+    stop: StopFlag,
+    begun: float,
+    started: str,
+    config: StageConfig,
+    code: dict[str, Any],
+    store: Store,
+    lease: Lease,
+) -> dict[str, Any]:
     try:
         _clear(scratch)
         (scratch / "outcome.json").unlink(missing_ok=True)
@@ -234,7 +242,7 @@ def _attempt(spec: StageSpec, scratch: Path, emit: EventStream, stop: StopFlag, 
     inputs = _fetch_inputs(spec, config, store, scratch / "inputs", stop)
     run, loaded = _import_stage(spec)
     _check_code(spec, config)
-    work = WorkArea(store, spec.key, scratch / "work", warn=lambda text: _warn(emit, text))
+    work = WorkArea(store, spec.key, scratch / "work", warn=lambda text: _warn(emit, text), lease=lease)
     context = StageContext(
         config=config,
         inputs=inputs,
@@ -243,13 +251,14 @@ def _attempt(spec: StageSpec, scratch: Path, emit: EventStream, stop: StopFlag, 
         scratch=scratch / "tmp",
         resources=spec.resources,
         emit=emit,
-        stop=stop,
+        stop=lambda: stop() or lease.lost,
         step=spec.step,
         side_outputs=side_outputs,
     )
     _run_and_settle(run, context, work, emit)
     _check_late_code(spec, config, loaded)
-    return _finish(spec, config, context, store, work, code, emit, started, begun)
+    lease.check()  # before anything is uploaded in vain
+    return _finish(spec, config, context, store, work, lease, code, emit, started, begun)
 
 
 def _run_and_settle(
@@ -385,6 +394,7 @@ def _finish(
     context: StageContext[Any],
     store: Store,
     work: WorkArea,
+    lease: Lease,
     code: dict[str, Any],
     emit: EventStream,
     started: str,
@@ -393,17 +403,12 @@ def _finish(
     """Publish, write the result, drop the progress."""
     if not any(context.output.iterdir()):
         raise RuntimeError(f"stage {spec.stage} ended without writing anything to its output")
-    artifact = publish(store, context.output, config.OUTPUT)
-    outputs = {
-        name: publish(store, folder, config.SIDE_OUTPUTS[name])
-        for name, folder in context.side_outputs.items()
-        if any(folder.iterdir())
-    }
     record = {key: value for key, value in spec.record.items() if key != "code"}
     metrics = {name: float(value) for name, value in context.final_metrics.items()}
-    stored = write_result(
-        store,
-        Result(
+
+    def put() -> Result:
+        artifact, outputs = _publish(store, config, context)
+        result = Result(
             artifact=artifact,
             outputs=outputs,
             kind=config.OUTPUT,
@@ -423,47 +428,29 @@ def _finish(
             metrics=metrics,
             logs=log_key(spec.run, spec.step),
             record=record,
-        ),
-    )
+        )
+        return write_result(store, result, lease)
+
+    try:
+        stored = put()
+    except NotInStore:  # a gc removed an old blob in the moment in which publishing found it there
+        stored = put()
     if stored.history and not stored.history[-1]["same_bytes"]:
         _warn(emit, f"the same key gave other bytes before ({stored.history[-1]['artifact']}); the record keeps both")
     try:
         work.drop()
     except StoreError as error:
         _warn(emit, f"saved progress could not be removed: {error}")
-    return _outcome(ExitCode.DONE, "", begun) | {"artifact": artifact, "outputs": outputs, "metrics": metrics}
+    made = {"artifact": stored.artifact, "outputs": stored.outputs, "metrics": metrics}
+    return _outcome(ExitCode.DONE, "", begun) | made
 
 
-def environment() -> dict[str, Any]:
-    """What a result's record says of the machine and the libraries that computed it. Imports nothing new."""
-    versions = {}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    found: dict[str, Any] = {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": platform.node(),
-        "cpu": _cpu_name(),
-        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "libraries": versions,
+def _publish(store: Store, config: StageConfig, context: StageContext[Any]) -> tuple[str, dict[str, str]]:
+    """Publish what the stage wrote: the digest of its output, and side output name -> digest."""
+    artifact = publish(store, context.output, config.OUTPUT)
+    outputs = {
+        name: publish(store, folder, config.SIDE_OUTPUTS[name])
+        for name, folder in context.side_outputs.items()
+        if any(folder.iterdir())
     }
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        found["threads"] = torch.get_num_threads()
-        if torch.cuda.is_available():
-            found["cuda"] = torch.version.cuda
-            found["cuda_devices"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return found
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return artifact, outputs

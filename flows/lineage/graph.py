@@ -49,6 +49,11 @@ class Node:
     also: tuple[tuple[str, str], ...] = ()
 
     @property
+    def imported(self) -> bool:
+        """Whether it was brought into the store from outside, so that its files are the data itself."""
+        return self.made_by is None or self.made_by.stage in ("hf", "import")
+
+    @property
     def name(self) -> str:
         """The step's name (with its side output), or "imported"."""
         if self.made_by is None:
@@ -65,7 +70,7 @@ class Graph:
 
     def sources(self) -> Iterator[Node]:
         """The imported artifacts at the ends of the graph."""
-        return (node for node in self.nodes.values() if node.made_by is None)
+        return (node for node in self.nodes.values() if node.imported)
 
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON-able values: nodes with their files, edges with the input's name."""

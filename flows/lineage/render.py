@@ -55,7 +55,7 @@ def _line(node: Node) -> str:
 
 def _leaves(node: Node, all_files: bool) -> list[str]:
     leaves = [f"code {path}" for path in node.generators]
-    if node.made_by is None and node.files:
+    if node.imported and node.files:
         names = [entry.path for entry in node.files]
         if all_files:
             leaves += [f"{entry.path}  {figures.size(entry.size)}  sha256:{entry.sha256}" for entry in node.files]

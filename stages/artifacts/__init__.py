@@ -3,14 +3,20 @@
 The format of a store is specified in docs/artifacts.md.
 """
 
+from stages.artifacts.cache import open_cache
 from stages.artifacts.fetch import fetch, is_complete, pull, read_manifest, resolve_digest
+from stages.artifacts.folder import FolderStore
+from stages.artifacts.gc import Collection, Garbage, collect
+from stages.artifacts.leases import Lease, LeaseLost, LeaseRecord, acquire, leases, read_lease
 from stages.artifacts.manifest import FileEntry, Manifest, canonical_json, check_digest, check_path
 from stages.artifacts.publish import HashCache, files_below, import_files, manifest_of, publish
+from stages.artifacts.reach import ancestors
+from stages.artifacts.refs import Move, Ref, check_ref_name, promote, read_ref, ref_names, refs, rollback
 from stages.artifacts.results import Result, parse_result, read_result, result_key, results, write_result
 from stages.artifacts.runs import append_log, list_runs, log_key, read_log, read_run, write_run
+from stages.artifacts.secrets import find_secret, redact
 from stages.artifacts.store import (
     Damaged,
-    FolderStore,
     FullStore,
     NotInStore,
     ObjectInfo,
@@ -20,49 +26,77 @@ from stages.artifacts.store import (
     hash_file,
     open_store,
 )
-from stages.artifacts.verify import Damage, verify_all, verify_artifact
+from stages.artifacts.usage import Share, Usage, usage
+from stages.artifacts.verify import Damage, FilesAtHand, repair, verify_all, verify_artifact, verify_artifacts
 from stages.artifacts.work import WorkArea
 
 __all__ = [
+    "Collection",
     "Damage",
     "Damaged",
     "FileEntry",
+    "FilesAtHand",
     "FolderStore",
     "FullStore",
+    "Garbage",
     "HashCache",
+    "Lease",
+    "LeaseLost",
+    "LeaseRecord",
     "Manifest",
+    "Move",
     "NotInStore",
     "ObjectInfo",
     "ReadOnlyStore",
+    "Ref",
     "Result",
+    "Share",
     "Store",
     "StoreError",
+    "Usage",
     "WorkArea",
+    "acquire",
+    "ancestors",
     "append_log",
     "canonical_json",
     "check_digest",
     "check_path",
+    "check_ref_name",
+    "collect",
     "fetch",
     "files_below",
+    "find_secret",
     "hash_file",
     "import_files",
     "is_complete",
+    "leases",
     "list_runs",
     "log_key",
     "manifest_of",
+    "open_cache",
     "open_store",
     "parse_result",
+    "promote",
     "publish",
     "pull",
+    "read_lease",
     "read_log",
     "read_manifest",
+    "read_ref",
     "read_result",
     "read_run",
+    "redact",
+    "ref_names",
+    "refs",
+    "repair",
     "resolve_digest",
     "result_key",
     "results",
+    "rollback",
+    "usage",
     "verify_all",
     "verify_artifact",
+    "verify_artifacts",
     "write_result",
     "write_run",
 ]

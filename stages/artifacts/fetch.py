@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import re
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from stages.artifacts.cache import BlobCache, WrongBytes, open_cache, room_for
 from stages.artifacts.manifest import FileEntry, Manifest, manifest_key, sha256_hex
-from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, remove_folder
+from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, in_parallel, remove_folder
 
 SUMS = "SHA256SUMS"
+FILES_AT_ONCE = 4
 
 
 def read_manifest(store: Store, digest: str) -> Manifest:
@@ -41,13 +44,15 @@ def read_manifest(store: Store, digest: str) -> Manifest:
 def fetch(store: Store, digest: str, folder: Path) -> Manifest:
     """Copy an artifact's files to `folder`, which must be absent or empty, and verify them in the same pass.
 
+    Files of a remote store go through the cache of this machine, and may be links into it: they must not be changed.
+
     Raises:
         NotInStore: the store has no such artifact.
         Damaged: a blob is missing or has other bytes; the message names the blob and the file.
         StoreError: the folder cannot be written or is not empty.
     """
     manifest = read_manifest(store, digest)
-    _fetch(store, digest, manifest, folder, sums=False)
+    _fetch(store, digest, manifest, folder, sums=False, link=True)
     return manifest
 
 
@@ -57,21 +62,26 @@ def pull(store: Store, digest: str, folder: Path) -> Manifest:
     Raises: as `fetch`.
     """
     manifest = read_manifest(store, digest)
-    _fetch(store, digest, manifest, folder, sums=all(entry.path != SUMS for entry in manifest.files))
+    _fetch(store, digest, manifest, folder, sums=all(entry.path != SUMS for entry in manifest.files), link=False)
     return manifest
 
 
-def _fetch(store: Store, digest: str, manifest: Manifest, folder: Path, *, sums: bool) -> None:
+def _fetch(store: Store, digest: str, manifest: Manifest, folder: Path, *, sums: bool, link: bool) -> None:
     folder = Path(os.path.abspath(folder))
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise StoreError(f"{folder} is there already and not an empty folder; give another")
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:
         partial.mkdir(parents=True)
-        for entry in manifest.files:
-            target = partial / entry.path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            copy_blob(store, entry, target, f"artifact {digest}")
+        for parent in {(partial / entry.path).parent for entry in manifest.files}:
+            parent.mkdir(parents=True, exist_ok=True)
+        cache = room_for(open_cache(), manifest.files) if store.remote else None
+
+        def copy(entry: FileEntry) -> None:
+            copy_blob(store, entry, partial / entry.path, f"artifact {digest}", cache=cache, link=link)
+
+        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+            in_parallel(pool, copy, manifest.files)
         if sums:
             lines = (f"{entry.sha256}  {entry.path}\n" for entry in manifest.files)
             (partial / SUMS).write_text("".join(lines), encoding="utf-8")
@@ -82,23 +92,43 @@ def _fetch(store: Store, digest: str, manifest: Manifest, folder: Path, *, sums:
         remove_folder(partial)
 
 
-def copy_blob(store: Store, entry: FileEntry, target: Path, whose: str, key: str | None = None) -> None:
+def copy_blob(
+    store: Store,
+    entry: FileEntry,
+    target: Path,
+    whose: str,
+    key: str | None = None,
+    *,
+    cache: BlobCache | None = None,
+    link: bool = False,
+) -> None:
     """Copy one blob to a new file and verify it; `whose` says in errors what it belongs to.
+
+    Args:
+        key: where it lies, if not under its own hash.
+        cache: where blobs of a remote store are kept on this machine; None: it is not.
+        link: let the file be a link into the cache.
 
     Raises:
         Damaged: the blob is missing or has other bytes; nothing is left at `target`.
     """
     key = key or entry.blob
     try:
-        sha256, size = store.get_file(key, target)
+        if cache is not None:
+            if not cache.take(entry, target, link=link):
+                cache.fill(store, key, entry, target, link=link)
+            return
+        sha256, size = store.get_file(key, target, size=entry.size)
     except NotInStore:
         raise Damaged(f"{key} ({entry.path} of {whose}) is missing from store {store.url}") from None
+    except WrongBytes as wrong:
+        sha256, size = wrong.sha256, wrong.size
+    if (sha256, size) == (entry.sha256, entry.size):
+        return
+    target.unlink(missing_ok=True)
     if size != entry.size:
-        target.unlink()
         raise Damaged(f"{key} ({entry.path} of {whose}) has {size:,} bytes in store {store.url}, not {entry.size:,}")
-    if sha256 != entry.sha256:
-        target.unlink()
-        raise Damaged(f"{key} ({entry.path} of {whose}) is damaged in store {store.url}: its bytes have another hash")
+    raise Damaged(f"{key} ({entry.path} of {whose}) is damaged in store {store.url}: its bytes have another hash")
 
 
 def is_complete(store: Store, digest: str) -> bool:
@@ -110,7 +140,8 @@ def is_complete(store: Store, digest: str) -> bool:
         manifest = read_manifest(store, digest)
     except (NotInStore, Damaged):
         return False
-    return all(store.size(entry.blob) == entry.size for entry in manifest.files)
+    sizes = store.sizes({entry.blob for entry in manifest.files})
+    return all(sizes.get(entry.blob) == entry.size for entry in manifest.files)
 
 
 def resolve_digest(store: Store, prefix: str) -> str:

@@ -3,7 +3,9 @@
 Invariants:
 - Blobs first, the manifest last: whoever sees a manifest sees all of its files, and a killed publisher leaves nothing
   but unused blobs.
-- Every file is read once; the hash is of the bytes that were copied, so a file that changes meanwhile cannot lie.
+- Every file is read from the disk once; the hash is of the bytes that were copied (or checked by the server that got
+  them), so a file that changes meanwhile cannot lie.
+- What is published beside a gc is put anew, so that nothing which the gc had condemned before is missing from it.
 - Publishing the same files again, also at the same time, gives the same digest and leaves the store as it was.
 """
 
@@ -15,18 +17,20 @@ import stat
 import threading
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from stages.artifacts.fetch import is_complete
+from stages.artifacts.leases import gc_is_running
 from stages.artifacts.manifest import FileEntry, Manifest, check_path, manifest_key
 from stages.artifacts.store import NotInStore, Store, StoreError, hash_file
 
-_WRITERS = 4  # files stored at once: fsync waits for the disk, not for a core
+_GC_SECONDS = 0.5
+_TRIES = 5
 _SETTLED_NS = 2_000_000_000
 
 
-def publish(store: Store, folder: Path, kind: str) -> str:
+def publish(store: Store, folder: Path, kind: str, cache: HashCache | None = None) -> str:
     """Store every file below `folder` as one artifact and return its digest ("sha256:<64 hex>").
 
     Folders without files leave no trace.
@@ -35,27 +39,57 @@ def publish(store: Store, folder: Path, kind: str) -> str:
         ValueError: the folder has no file, a link, a special file or a name that is not allowed; or an unknown kind.
         StoreError: the store cannot be written, or a file cannot be read.
     """
-    return import_files(store, files_below(folder), kind)
+    return import_files(store, files_below(folder), kind, cache)
 
 
-def import_files(store: Store, files: list[tuple[str, Path]], kind: str) -> str:
+def import_files(store: Store, files: list[tuple[str, Path]], kind: str, cache: HashCache | None = None) -> str:
     """Store files from anywhere as one artifact: pairs of the path in the artifact and the file. Returns the digest.
+
+    `cache` remembers hashes: a file that did not change since, and whose blob is there, is not read.
 
     Raises: as `publish`.
     """
     _check(files, kind)
-    with ThreadPoolExecutor(_WRITERS) as pool:
-        stored = list(pool.map(lambda pair: store.put_blob(pair[1]), files))
+    paths = [file for _, file in files]
+    known = None if cache is None else [cache.known(file) for file in paths]
+    marks = [] if cache is None else [cache.mark(file) for file in paths]
+    stored = store.put_blobs(paths, known)
+    if cache is not None:
+        for file, mark, (sha256, _) in zip(paths, marks, stored, strict=True):
+            cache.remember(file, mark, sha256)
     entries = [FileEntry(path, size, sha256) for (path, _), (sha256, size) in zip(files, stored, strict=True)]
     manifest = Manifest(kind, tuple(entries))
+    _put_manifest(store, manifest)
+    if gc_is_running(store):
+        _put_again(store, manifest, dict(files))
+    return manifest.digest
+
+
+def _put_manifest(store: Store, manifest: Manifest) -> None:
     key = manifest_key(manifest.digest)
     try:
         if store.get(key) == manifest.to_json():
-            return manifest.digest
+            return
     except NotInStore:
         pass
-    store.put(key, manifest.to_json())
-    return manifest.digest
+    if store.put(key, manifest.to_json(), if_absent=True) is None and store.get(key) != manifest.to_json():
+        store.put(key, manifest.to_json())  # what was there is damaged
+
+
+def _put_again(store: Store, manifest: Manifest, files: dict[str, Path]) -> None:
+    """Make every object of an artifact young: a gc may have condemned an old one that was found there a moment ago.
+
+    Raises:
+        StoreError: a gc that takes no heed of what is young goes on removing it.
+    """
+    for _ in range(_TRIES):
+        for entry in manifest.files:
+            store.put_file(entry.blob, files[entry.path], sha256=entry.sha256)
+        store.put(manifest_key(manifest.digest), manifest.to_json())
+        time.sleep(_GC_SECONDS)  # what it had looked at just before is removed by now
+        if is_complete(store, manifest.digest):
+            return
+    raise StoreError(f"a gc of store {store.url} removes what is published now; publish again when it has ended")
 
 
 def manifest_of(files: list[tuple[str, Path]], kind: str, cache: HashCache | None = None) -> Manifest:
@@ -140,24 +174,43 @@ class HashCache:
         Raises:
             StoreError: it cannot be read.
         """
-        name = os.path.abspath(path)
+        known = self.known(path)
+        if known is not None:
+            return known
+        mark = self.mark(path)
+        sha256, size = hash_file(path)
+        self.remember(path, mark, sha256)
+        return sha256, size
+
+    def mark(self, path: Path) -> list[int]:
+        """What shows that a file changed: its size, times and inode.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
         try:
-            before = os.stat(name)
+            now = os.stat(path)
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
-        mark = [before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino]
+        return [now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino]
+
+    def known(self, path: Path) -> tuple[str, int] | None:
+        """The SHA-256 (hex) and size of a file that did not change since it was hashed, else None.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        mark = self.mark(path)
         with self._lock:
-            known = self._entries.get(name)
-        if known is not None and known[:4] == mark:
-            return str(known[4]), before.st_size
-        sha256, size = hash_file(path)
-        after = os.stat(name)
-        steady = [after.st_size, after.st_mtime_ns, after.st_ctime_ns, after.st_ino] == mark
-        if steady and time.time_ns() - max(after.st_mtime_ns, after.st_ctime_ns) > _SETTLED_NS:
+            entry = self._entries.get(os.path.abspath(path))
+        return (str(entry[4]), mark[0]) if entry is not None and entry[:4] == mark else None
+
+    def remember(self, path: Path, mark: list[int], sha256: str) -> None:
+        """Keep the hash of a file that had the mark before it was read, unless it changed since or only just before."""
+        if self.mark(path) == mark and time.time_ns() - max(mark[1], mark[2]) > _SETTLED_NS:
             with self._lock:
-                self._entries[name] = [*mark, sha256]
+                self._entries[os.path.abspath(path)] = [*mark, sha256]
                 self._changed = True
-        return sha256, size
 
     def save(self) -> None:
         """Write what was learnt. Call it once, after hashing."""

@@ -1,4 +1,5 @@
-"""Runs and their logs: what a run did, and what each of its steps said."""
+"""Runs and their logs: what a run did, and what each of its steps said. Secrets in either are blanked before they are
+stored (see `stages.artifacts.secrets`)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from stages.artifacts.store import Damaged, NotInStore, Store
+from stages.artifacts.secrets import redact
+from stages.artifacts.store import Damaged, NotInStore, Store, is_segment
 
 
 def _check_name(name: str, what: str) -> str:
@@ -35,7 +37,7 @@ def write_run(store: Store, run: dict[str, Any]) -> None:
         data = json.dumps(run, ensure_ascii=False, indent=1, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"run {run.get('id')!r} cannot be written as JSON: {error}") from None
-    store.put(_run_key(run.get("id", "")), data.encode())
+    store.put(_run_key(run.get("id", "")), redact(data).encode())
 
 
 def read_run(store: Store, run: str) -> dict[str, Any] | None:
@@ -73,13 +75,18 @@ def append_log(store: Store, run: str, step: str, events: list[dict[str, Any]]) 
     """Add events of a step, one JSON line each, to its log."""
     if events:
         lines = (json.dumps(event, ensure_ascii=False, separators=(",", ":"), default=str) for event in events)
-        store.append(log_key(run, step), "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace"))
+        store.append(
+            log_key(run, step), redact("".join(line + "\n" for line in lines)).encode("utf-8", "backslashreplace")
+        )
 
 
 def read_log(store: Store, run: str, step: str | None = None) -> Iterator[dict[str, Any]]:
     """The events of one step, or of all steps in the order of their `time`; a line cut short by a kill is left out."""
     if step is not None:
-        yield from _read(store, log_key(run, step))
+        key = log_key(run, step)
+        for info in store.list(key):
+            if is_segment(info.key, key):
+                yield from _read(store, info.key)
         return
     events: list[dict[str, Any]] = []
     for info in store.list(f"logs/{_check_name(run, 'run')}/"):

@@ -1,37 +1,34 @@
-"""Object stores: keys to bytes, whole or not at all. Here, a folder.
+"""Object stores: keys to bytes, whole or not at all. What every store offers, its errors, and how one is opened.
 
 Invariants of every store:
 - An object appears with all of its bytes or not at all, whatever is killed and whenever, and is durable (fsync of the
   file and of its folder) when `put` returns.
-- `put(..., if_absent=True)` lets exactly one of several writers win.
-- Keys are relative paths with "/"; nothing outside the store's folder is ever touched.
-- Errors a person can cause (read-only, full, not a folder) are one sentence of a `StoreError`.
+- `put(..., if_absent=True)` lets exactly one of several writers win, and so does `put(..., if_match=tag)` among those
+  who read the object with that tag: no update is lost.
+- Keys are relative paths with "/"; nothing outside the store's folder or prefix is ever touched.
+- Errors a person can cause (read-only, full, not a folder, wrong credentials) are one sentence of a `StoreError`.
 
-A folder store keeps unfinished files in `tmp/` until they are renamed (or linked) into place; leftovers of killed
-writers are removed a day later.
+The backends are `stages.artifacts.folder` and `stages.artifacts.s3`.
 """
 
 from __future__ import annotations
 
-import errno
+import builtins
 import hashlib
 import os
+import re
 import shutil
-import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from stages.artifacts.manifest import blob_key, check_path
-
 CHUNK = 1 << 20
-_STALE_SECONDS = 24 * 3600.0
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 class StoreError(Exception):
@@ -64,45 +61,85 @@ class ObjectInfo:
 
 
 class Store(Protocol):
-    """What every store offers. All methods raise `StoreError`."""
+    """What every store offers. All methods raise `StoreError`.
+
+    Attributes:
+        url: what `open_store` takes, without anything secret.
+        remote: whether reading crosses a network, so that copies on this machine pay.
+    """
 
     url: str
+    remote: bool
 
     def get(self, key: str) -> bytes:
         """All bytes of an object; `NotInStore` if there is none."""
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        """All bytes of an object and the tag of this version of it, for `put(..., if_match=tag)`."""
 
     def exists(self, key: str) -> bool: ...
 
     def size(self, key: str) -> int | None:
         """Bytes of an object, None if there is none."""
 
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        """Bytes of those of the objects that are there, in as few requests as serve."""
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object whose key starts with `prefix`, sorted by key."""
 
-    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
-        """Store `data`. Returns False, and changes nothing, if `if_absent` and the object is there already."""
+    def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str | None:
+        """Store `data` and return its tag.
+
+        Returns None, and changes nothing, if `if_absent` and the object is there already, or if `if_match` is given and
+        the object has another tag or is not there. A tag stands for content: writers who must tell their own object
+        from an equal one put something of their own into it.
+        """
 
     def put_file(self, key: str, path: Path, *, sha256: str | None = None) -> str:
         """Store a file's bytes. Returns their SHA-256 (hex); `Damaged` if it is not `sha256`, where that is given."""
 
-    def put_blob(self, path: Path) -> tuple[str, int]:
-        """Store a file as `blobs/ab/<sha256>`, reading it once. Returns its SHA-256 (hex) and size in bytes."""
+    def put_blob(self, path: Path, *, known: tuple[str, int] | None = None) -> tuple[str, int]:
+        """Store a file as `blobs/ab/<sha256>`. Returns the SHA-256 (hex) and size of the bytes that were stored.
 
-    def get_file(self, key: str, path: Path) -> tuple[str, int]:
-        """Copy an object to a new file, reading it once. Returns the SHA-256 (hex) and size of what was copied."""
+        `known` is the hash and size that the file is known to have: if that blob is there, the file is not read.
+        """
+
+    def put_blobs(
+        self, paths: Sequence[Path], known: Sequence[tuple[str, int] | None] | None = None
+    ) -> builtins.list[tuple[str, int]]:
+        """`put_blob` of many files at once, in the same order."""
+
+    def get_file(self, key: str, path: Path, *, size: int | None = None, resume: bool = False) -> tuple[str, int]:
+        """Copy an object to a new file, reading it once. Returns the SHA-256 (hex) and size of what was copied.
+
+        `size`, where it is known, lets large objects be fetched in parts. With `resume`, a file that is there is taken
+        for the beginning of the object, and on errors what was copied stays for the next try.
+        """
 
     def hash(self, key: str) -> str:
         """The SHA-256 (hex) of an object's bytes, read now."""
 
     def append(self, key: str, data: bytes) -> None:
-        """Add `data` at the end of an object, made if absent. Only logs are written so."""
+        """Add `data` at the end of an object, made if absent. Only logs are written so.
+
+        The object may go on in others, whose keys `is_segment` knows: together, sorted by key, they hold all bytes.
+        """
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""
 
+    def leftovers(self, older_than: float, *, remove: bool = False) -> builtins.list[ObjectInfo]:
+        """What killed writers left behind, apart from the objects, if begun more than `older_than` seconds ago."""
+
+    def now(self) -> float:
+        """The time by the clock that dates the objects (unix seconds)."""
+
 
 def open_store(url: str | Path) -> Store:
-    """Open the store at a folder or a `file://` URL. The folder is made when something is first put there.
+    """Open the store at a folder, a `file://` URL or `s3://bucket/prefix`.
+
+    A folder is made when something is first put there; a bucket must be there, and is looked at when it is first used.
 
     Raises:
         StoreError: the URL's scheme is unknown, or the path is not a folder.
@@ -111,215 +148,29 @@ def open_store(url: str | Path) -> Store:
     if not text.strip():
         raise StoreError("the store's name is empty; give a folder, such as .headrace")
     scheme = text.split("://", 1)[0].lower() if "://" in text else ""
+    from stages.artifacts.folder import FolderStore
+
     if scheme == "s3":
-        raise StoreError(f"{text}: stores on S3 are not there yet; give a folder")
+        try:
+            from stages.artifacts.s3 import S3Store
+        except ImportError as error:
+            raise StoreError(
+                f"{text}: stores on S3 need the package boto3, which cannot be imported: {error}"
+            ) from None
+        return S3Store(text)
     if scheme == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
             raise StoreError(f"{text}: a file:// store must be on this host (file:///folder)")
         return FolderStore(Path(unquote(parts.path)))
     if scheme:
-        raise StoreError(f"{text}: unknown kind of store {scheme!r}; give a folder or a file:// URL")
+        raise StoreError(f"{text}: unknown kind of store {scheme!r}; give a folder, a file:// or an s3:// URL")
     return FolderStore(Path(text).expanduser())
 
 
-class FolderStore:
-    """A store in a folder of a POSIX file system. Safe for many processes at once."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root.absolute()
-        self.url = str(self.root)
-        self._tidied = False
-        if self.root.exists() and not self.root.is_dir():
-            raise StoreError(f"store {self.root} is a file, not a folder; give another place with --store")
-
-    def __repr__(self) -> str:
-        return f"FolderStore({self.url!r})"
-
-    def get(self, key: str) -> bytes:
-        with self._errors(key, "read"):
-            return self._path(key).read_bytes()
-
-    def exists(self, key: str) -> bool:
-        return self.size(key) is not None
-
-    def size(self, key: str) -> int | None:
-        path = self._path(key)
-        try:
-            with self._errors(key, "read"):
-                return path.stat().st_size if path.is_file() else None
-        except NotInStore:
-            return None
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        folder, _, _ = prefix.rpartition("/")
-        start = self.root / check_path(folder) if folder else self.root
-        with self._errors(prefix, "list"):
-            found = sorted(self._walk(start), key=lambda info: info.key)
-        yield from (info for info in found if info.key.startswith(prefix))
-
-    def _walk(self, folder: Path) -> Iterator[ObjectInfo]:
-        try:
-            entries = list(os.scandir(folder))
-        except (FileNotFoundError, NotADirectoryError):  # nothing stored yet, or removed while listing
-            return
-        for entry in entries:
-            path = Path(entry.path)
-            if entry.is_dir(follow_symlinks=False):
-                if path != self.root / "tmp":
-                    yield from self._walk(path)
-            elif entry.is_file(follow_symlinks=False):
-                try:
-                    stat = entry.stat()
-                except FileNotFoundError:
-                    continue
-                yield ObjectInfo(path.relative_to(self.root).as_posix(), stat.st_size, stat.st_mtime)
-
-    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
-        target = self._path(key)
-        with self._errors(key, "write"), self._temporary() as (temporary, file):
-            file.write(data)
-            return self._place(temporary, file, target, if_absent=if_absent)
-
-    def put_file(self, key: str, path: Path, *, sha256: str | None = None) -> str:
-        target = self._path(key)
-        with _source(path) as source, self._errors(key, "write"), self._temporary() as (temporary, file):
-            digest, _ = _copy(source, file, path)
-            if sha256 is not None and digest != sha256:
-                raise Damaged(f"{path} has the hash {digest}, not {sha256}: it changed while it was stored")
-            self._place(temporary, file, target)
-        return digest
-
-    def put_blob(self, path: Path) -> tuple[str, int]:
-        with _source(path) as source, self._errors(str(path), "write"), self._temporary() as (temporary, file):
-            digest, size = _copy(source, file, path)
-            # Replacing a blob that is there costs nothing more and heals one that was damaged.
-            self._place(temporary, file, self._path(blob_key(digest)))
-        return digest, size
-
-    def get_file(self, key: str, path: Path) -> tuple[str, int]:
-        with self._errors(key, "read"):
-            source = open(self._path(key), "rb")  # noqa: SIM115 (errors of reading and of writing are told apart)
-        with source:
-            try:
-                with open(path, "xb") as file:
-                    return _copy(source, file, self._path(key))
-            except OSError as error:
-                raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
-
-    def hash(self, key: str) -> str:
-        with self._errors(key, "read"), open(self._path(key), "rb") as source:
-            return _copy(source, None, self._path(key))[0]
-
-    def append(self, key: str, data: bytes) -> None:
-        target = self._path(key)
-        with self._errors(key, "write"):
-            self._make_folder(target.parent)
-            descriptor = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(descriptor, view) :]
-            finally:
-                os.close(descriptor)
-
-    def delete(self, key: str) -> None:
-        path = self._path(key)
-        try:
-            with self._errors(key, "delete"):
-                path.unlink()
-        except NotInStore:
-            return
-        # Folders that became empty go too; one that another process fills just now stays.
-        for folder in path.parents:
-            if folder == self.root or folder.parent == self.root:
-                break
-            try:
-                folder.rmdir()
-            except OSError:
-                break
-
-    def _path(self, key: str) -> Path:
-        return self.root / check_path(key)
-
-    @contextmanager
-    def _errors(self, what: str, verb: str) -> Iterator[None]:
-        """Turn the system's errors into one sentence each."""
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise NotInStore(f"store {self.url} has no {what}") from error
-        except OSError as error:
-            if error.errno in _FULL:
-                message = f"store {self.url} is full; free some space, or give another place with --store"
-                raise FullStore(message) from error
-            if error.errno in _READ_ONLY:
-                message = (
-                    f"store {self.url}: no permission to {verb} {what} ({error.strerror}); check who owns the folder"
-                )
-                raise ReadOnlyStore(message) from error
-            raise StoreError(f"store {self.url}: cannot {verb} {what}: {error.strerror or error}") from error
-
-    @contextmanager
-    def _temporary(self) -> Iterator[tuple[Path, IO[bytes]]]:
-        """A new file in `tmp/`, gone afterwards unless it was renamed."""
-        folder = self.root / "tmp"
-        self._make_folder(folder)
-        self._tidy(folder)
-        path = folder / uuid.uuid4().hex
-        # Not tempfile: its files are private to the user, and objects follow the umask.
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            with open(descriptor, "wb") as file:
-                yield path, file
-        finally:
-            path.unlink(missing_ok=True)
-
-    def _place(self, temporary: Path, file: IO[bytes], target: Path, *, if_absent: bool = False) -> bool:
-        """Make a finished temporary file the object `target`, durably."""
-        file.flush()
-        os.fsync(file.fileno())
-        for attempt in range(100):
-            try:
-                self._make_folder(target.parent)
-                if if_absent:
-                    os.link(temporary, target)
-                else:
-                    os.rename(temporary, target)
-                break
-            except FileExistsError:
-                return False
-            except FileNotFoundError:  # a delete removed a folder as empty just now
-                if attempt == 99:
-                    raise
-        _fsync_folder(target.parent)
-        return True
-
-    def _make_folder(self, folder: Path) -> None:
-        """`mkdir -p` whose new folders are durable."""
-        if folder.is_dir():
-            return
-        if folder.parent != folder:
-            self._make_folder(folder.parent)
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            if not folder.is_dir():
-                raise StoreError(f"store {self.url}: {folder} is a file where a folder must be; move it away") from None
-            return
-        _fsync_folder(folder.parent)
-
-    def _tidy(self, folder: Path) -> None:
-        if self._tidied:
-            return
-        self._tidied = True
-        limit = time.time() - _STALE_SECONDS
-        for entry in os.scandir(folder):
-            try:
-                if entry.stat(follow_symlinks=False).st_mtime < limit:
-                    os.unlink(entry.path)
-            except (FileNotFoundError, IsADirectoryError):
-                continue
+def is_segment(key: str, base: str) -> bool:
+    """Whether an object is part of the appended object `base`: itself, or `base` with "." and six digits."""
+    return key == base or re.fullmatch(re.escape(base) + r"\.\d{6}", key) is not None
 
 
 def hash_file(path: Path) -> tuple[str, int]:
@@ -328,12 +179,12 @@ def hash_file(path: Path) -> tuple[str, int]:
     Raises:
         StoreError: it cannot be read.
     """
-    with _source(path) as source:
-        return _copy(source, None, path)
+    with open_source(path) as source:
+        return copy_stream(source, None, path)
 
 
 @contextmanager
-def _source(path: Path) -> Iterator[IO[bytes]]:
+def open_source(path: Path) -> Iterator[IO[bytes]]:
     try:
         file = open(path, "rb")  # noqa: SIM115 (errors of the body are not errors of opening)
     except OSError as error:
@@ -342,13 +193,13 @@ def _source(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _copy(source: IO[bytes], target: IO[bytes] | None, name: Path) -> tuple[str, int]:
+def copy_stream(source: IO[bytes], target: IO[bytes] | None, name: Path, at_most: int | None = None) -> tuple[str, int]:
     """Copy (or, without a target, only hash) in one pass. Returns the SHA-256 (hex) and the number of bytes."""
     digest = hashlib.sha256()
     size = 0
     while True:
         try:
-            chunk = source.read(CHUNK)
+            chunk = source.read(CHUNK if at_most is None else min(CHUNK, at_most - size))
         except OSError as error:
             raise StoreError(f"cannot read {name}: {error.strerror or error}") from error
         if not chunk:
@@ -359,7 +210,7 @@ def _copy(source: IO[bytes], target: IO[bytes] | None, name: Path) -> tuple[str,
         size += len(chunk)
 
 
-def _fsync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:  # what was put here is deleted already, and its folder with it
@@ -373,3 +224,15 @@ def _fsync_folder(folder: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Remove a folder of temporary files, if it is there."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def in_parallel(pool: Executor, function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+    """`map` whose first error is raised at once; calls that have not begun are dropped then."""
+    futures = [pool.submit(function, item) for item in items]
+    try:
+        for future in as_completed(futures):
+            future.result()
+        return [future.result() for future in futures]
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise

@@ -1,18 +1,23 @@
-"""Recomputing every hash of a store.
+"""Checking a store, and mending it from copies at hand.
 
 Each blob is read once, however many artifacts hold it; each damage is reported for every artifact that it touches.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from stages.artifacts.fetch import read_manifest
-from stages.artifacts.manifest import FileEntry
+from stages.artifacts.leases import read_lease
+from stages.artifacts.manifest import FileEntry, check_digest
+from stages.artifacts.refs import read_ref, ref_names
 from stages.artifacts.results import parse_result
-from stages.artifacts.store import Damaged, NotInStore, Store
+from stages.artifacts.runs import read_run
+from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, hash_file
 
 
 @dataclass(frozen=True)
@@ -24,32 +29,53 @@ class Damage:
         problem: "missing", "damaged", ... with figures where there are any.
         artifact: the digest of an artifact that it belongs to, "" for none.
         path: the file in that artifact, "" for none.
+        size: for a blob, the bytes that it should have; None where that is not known.
     """
 
     key: str
     problem: str
     artifact: str = ""
     path: str = ""
+    size: int | None = None
 
     def __str__(self) -> str:
         whose = f" ({self.path} of artifact {self.artifact})" if self.path else ""
         return f"{self.key}{whose}: {self.problem}"
 
 
-def verify_artifact(store: Store, digest: str) -> list[Damage]:
+def verify_artifact(store: Store, digest: str, *, quick: bool = False) -> list[Damage]:
     """Recompute the hashes of an artifact's manifest and of all its files. An empty list: all is well.
+
+    Args:
+        quick: look only whether the files are there and have their sizes.
 
     Raises:
         NotInStore: the store has no such artifact.
         ValueError: `digest` is not a full digest.
     """
-    return _verify(store, digest, {})
+    return _Verifier(store, quick).artifact(digest)
 
 
-def verify_all(store: Store) -> Iterator[Damage]:
-    """Recompute every hash of the store: manifests, the blobs they name, blobs that nothing names, and what results and
-    their side outputs point to."""
-    problems: dict[str, str] = {}
+def verify_artifacts(store: Store, digests: Iterable[str], *, quick: bool = False) -> Iterator[Damage]:
+    """`verify_artifact` of several, such as an artifact with its ancestors; one that the store lacks is a damage."""
+    verifier = _Verifier(store, quick)
+    for digest in digests:
+        try:
+            yield from verifier.artifact(digest)
+        except NotInStore:
+            yield _missing(digest)
+
+
+def verify_all(store: Store, *, quick: bool = False) -> Iterator[Damage]:
+    """Recompute every hash of the store: manifests, the blobs they name, blobs that nothing names; and read what
+    results, their side outputs and refs point to, runs and leases.
+
+    Args:
+        quick: look only whether the files are there and have their sizes.
+    """
+    verifier = _Verifier(store, quick)
+    if quick:
+        verifier.sizes = {info.key: info.size for info in store.list("blobs/")}
     artifacts = set()
     for info in store.list("manifests/"):
         name = re.fullmatch(r"manifests/([0-9a-f]{2})/(\1[0-9a-f]{62})\.json", info.key)
@@ -58,43 +84,68 @@ def verify_all(store: Store) -> Iterator[Damage]:
             continue
         digest = "sha256:" + name[2]
         artifacts.add(digest)
-        yield from _verify(store, digest, problems)
+        try:
+            yield from verifier.artifact(digest)
+        except NotInStore:  # removed just now
+            artifacts.discard(digest)
     for info in store.list("blobs/"):
         name = re.fullmatch(r"blobs/([0-9a-f]{2})/(\1[0-9a-f]{62})", info.key)
         if name is None:
             yield Damage(info.key, "is not the name of a blob")
-        elif info.key not in problems:
-            problem = _blob_problem(store, FileEntry("", info.size, name[2]))
-            if problem:
+        elif info.key not in verifier.problems:
+            problem = verifier.problem(FileEntry("", info.size, name[2]))
+            if problem and problem != "missing":  # removed just now
                 yield Damage(info.key, problem)
-    yield from _verify_results(store, artifacts)
+    yield from _verify_pointers(store, artifacts)
 
 
-def _verify(store: Store, digest: str, problems: dict[str, str]) -> list[Damage]:
-    """Damages of one artifact; `problems` remembers blob key -> problem ("" for none)."""
-    try:
-        manifest = read_manifest(store, digest)
-    except Damaged as error:
-        return [Damage(f"manifests/{digest[7:9]}/{digest[7:]}.json", str(error), digest)]
-    found = []
-    for entry in manifest.files:
-        if entry.blob not in problems:
-            problems[entry.blob] = _blob_problem(store, entry)
-        if problems[entry.blob]:
-            found.append(Damage(entry.blob, problems[entry.blob], digest, entry.path))
-    return found
+class _Verifier:
+    """Remembers what it found of each blob: `problems` is blob key -> problem ("" for none)."""
+
+    def __init__(self, store: Store, quick: bool) -> None:
+        self._store, self._quick = store, quick
+        self.problems: dict[str, str] = {}
+        self.sizes: dict[str, int] | None = None  # of all blobs, where they were listed
+
+    def artifact(self, digest: str) -> list[Damage]:
+        try:
+            manifest = read_manifest(self._store, digest)
+        except Damaged as error:
+            return [Damage(f"manifests/{digest[7:9]}/{digest[7:]}.json", str(error), digest)]
+        if self._quick and self.sizes is None:
+            sizes = self._store.sizes({entry.blob for entry in manifest.files})
+        else:
+            sizes = self.sizes or {}
+        found = []
+        for entry in manifest.files:
+            if entry.blob not in self.problems:
+                self.problems[entry.blob] = self.problem(entry, sizes)
+            if self.problems[entry.blob]:
+                found.append(Damage(entry.blob, self.problems[entry.blob], digest, entry.path, entry.size))
+        return found
+
+    def problem(self, entry: FileEntry, sizes: dict[str, int] | None = None) -> str:
+        size = (sizes or {}).get(entry.blob) if self._quick and sizes is not None else self._store.size(entry.blob)
+        if size is None:
+            return "missing"
+        if size != entry.size:
+            return f"has {size:,} bytes, not {entry.size:,}"
+        if self._quick:
+            return ""
+        try:
+            return "" if self._store.hash(entry.blob) == entry.sha256 else "damaged: its bytes have another hash"
+        except NotInStore:
+            return "missing"
 
 
-def _blob_problem(store: Store, entry: FileEntry) -> str:
-    size = store.size(entry.blob)
-    if size is None:
-        return "missing"
-    if size != entry.size:
-        return f"has {size:,} bytes, not {entry.size:,}"
-    return "" if store.hash(entry.blob) == entry.sha256 else "damaged: its bytes have another hash"
+def _missing(digest: str) -> Damage:
+    name = check_digest(digest)
+    return Damage(f"manifests/{name[:2]}/{name}.json", "missing", digest)
 
 
-def _verify_results(store: Store, artifacts: set[str]) -> Iterator[Damage]:
+def _verify_pointers(store: Store, artifacts: set[str]) -> Iterator[Damage]:
+    """Results, refs, runs and leases that cannot be read, and results and refs whose artifacts are not there."""
+    named: list[tuple[str, str, str]] = []  # key of what names it, digest, what it is there
     for info in store.list("results/"):
         try:
             result = parse_result(store, info.key)
@@ -103,6 +154,94 @@ def _verify_results(store: Store, artifacts: set[str]) -> Iterator[Damage]:
         except Damaged as error:
             yield Damage(info.key, str(error))
             continue
-        for name, digest in {"": result.artifact, **result.outputs}.items():
-            if digest not in artifacts:
-                yield Damage(info.key, f"its artifact {digest} is missing" + (f" (output {name})" if name else ""))
+        named.append((info.key, result.artifact, ""))
+        named.extend((info.key, digest, f" (output {name})") for name, digest in result.outputs.items())
+    for name in ref_names(store):
+        try:
+            named.append((f"refs/{name}.json", read_ref(store, name).artifact, ""))
+        except NotInStore:
+            continue
+        except Damaged as error:
+            yield Damage(f"refs/{name}.json", str(error))
+    for key, digest, what in named:
+        # What was published since the manifests were listed is no damage.
+        if digest not in artifacts and not store.exists(_missing(digest).key) and store.exists(key):
+            yield Damage(key, f"its artifact {digest} is missing{what}")
+    for prefix, read in (("runs/", read_run), ("leases/", read_lease)):
+        for info in store.list(prefix):
+            name = info.key.removeprefix(prefix).removesuffix(".json")
+            try:
+                read(store, name)
+            except ValueError:
+                yield Damage(info.key, f"is not the name of a {prefix[:-2]}")
+            except Damaged as error:
+                yield Damage(info.key, str(error))
+
+
+# Mending
+
+
+def repair(store: Store, damages: Iterable[Damage], find: Callable[[str, int | None], Path | None]) -> list[Damage]:
+    """Put damaged and missing blobs back from copies. Returns the damages that are mended.
+
+    Args:
+        find: a file of a hash (hex) and a size (None: any), whose bytes are checked again when they are stored.
+
+    Raises:
+        StoreError: the store cannot be written.
+    """
+    mended, put = [], {}
+    for damage in damages:
+        match = re.fullmatch(r"blobs/[0-9a-f]{2}/([0-9a-f]{64})", damage.key)
+        if match is None:
+            continue
+        if damage.key not in put:
+            copy = find(match[1], damage.size)
+            put[damage.key] = copy is not None and _put_back(store, damage.key, match[1], copy)
+        if put[damage.key]:
+            mended.append(damage)
+    return mended
+
+
+def _put_back(store: Store, key: str, sha256: str, copy: Path) -> bool:
+    try:
+        store.put_file(key, copy, sha256=sha256)
+    except Damaged:  # it changed since it was found
+        return False
+    return store.hash(key) == sha256
+
+
+class FilesAtHand:
+    """Finds files by their content below folders, such as an earlier `pull` or the raw data: a file is hashed when its
+    size fits, once.
+
+    Raises:
+        StoreError: a folder cannot be read.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._by_size: dict[int, list[Path]] = {}
+        self._hashes: dict[Path, str] = {}
+        for folder in folders:
+            if not folder.exists():
+                raise StoreError(f"{folder} does not exist; give a folder or file to repair from")
+            for path in [folder] if folder.is_file() else _files(folder):
+                self._by_size.setdefault(path.stat().st_size, []).append(path)
+
+    def __call__(self, sha256: str, size: int | None) -> Path | None:
+        """A file with that SHA-256 (hex), None where there is none."""
+        sizes = self._by_size if size is None else [size]
+        for path in (path for known in sizes for path in self._by_size.get(known, [])):
+            if path not in self._hashes:
+                self._hashes[path] = hash_file(path)[0]
+            if self._hashes[path] == sha256:
+                return path
+        return None
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise StoreError(f"cannot read {error.filename}: {error.strerror or error}")
+
+    for parent, _, names in os.walk(folder, onerror=refuse):
+        yield from (path for path in (Path(parent) / name for name in sorted(names)) if path.is_file())

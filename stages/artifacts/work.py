@@ -7,6 +7,7 @@ Invariants:
 - Progress is visible whole or not at all, and `latest` gives only progress whose every byte was verified; damaged
   progress is removed, and the one before is taken.
 - The two newest saves are kept, so a save that is cut short or damaged never costs more than one interval.
+- Under a lease that another process has taken over, nothing is saved any more.
 - One save is in flight at most. One that failed is reported by the next `save` or `wait`, and leaves the last good one.
 """
 
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stages.artifacts.fetch import copy_blob
+from stages.artifacts.leases import Lease
 from stages.artifacts.manifest import FileEntry, canonical_json, check_path
 from stages.artifacts.publish import files_below
 from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, remove_folder
@@ -37,18 +39,28 @@ class WorkArea:
         key: the stage key.
         scratch: a folder for restored progress; it is this work area's alone.
         warn: called with one sentence when saved progress had to be passed over.
+        lease: the lease on the key, checked before progress becomes visible; None for readers.
 
     Attributes:
         earlier_seconds: how long earlier attempts had worked for the progress that `latest` gave last.
     """
 
-    def __init__(self, store: Store, key: str, scratch: Path, *, warn: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        scratch: Path,
+        *,
+        warn: Callable[[str], None] | None = None,
+        lease: Lease | None = None,
+    ) -> None:
         if not re.fullmatch(r"[0-9a-f]{8,64}", key):
             raise ValueError(f"{key!r} is not a stage key (8 to 64 lowercase hexadecimal digits)")
         self._store = store
         self._prefix = f"work/{key}/"
         self._scratch = scratch
         self._warn = warn or (lambda message: None)
+        self._lease = lease
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._begun = time.monotonic()
@@ -124,6 +136,8 @@ class WorkArea:
             for number, (path, file) in enumerate(files):
                 sha256 = self._store.put_file(f"{self._prefix}data/{token}/{number}", file)
                 entries.append({"path": path, "sha256": sha256, "size": file.stat().st_size})
+            if self._lease is not None:
+                self._lease.check()
             record = {"files": entries, "seconds": round(seconds, 3), "step": step}
             self._store.put(f"{self._prefix}{step:012d}-{token}.json", canonical_json(record))
         except BaseException as error:
@@ -142,7 +156,7 @@ class WorkArea:
             self._store.delete(f"{self._prefix}{name}.json")
         kept = {name[13:] for name in names[:_KEPT]}
         dropped = {name[13:] for name in names[_KEPT:]}
-        limit = time.time() - _ORPHAN_SECONDS
+        limit = self._store.now() - _ORPHAN_SECONDS
         for info in list(self._store.list(self._prefix + "data/")):
             token = info.key.removeprefix(self._prefix + "data/").split("/")[0]
             # A young file that nothing names may belong to a save of another process that is still going on.

@@ -13,77 +13,29 @@ from pathlib import Path
 import pytest
 
 from stages.artifacts import (
-    Damaged,
     FolderStore,
-    NotInStore,
     StoreError,
     open_store,
     publish,
 )
 
 
-def test_objects_are_put_read_listed_and_deleted(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "store")
-    assert not (tmp_path / "store").exists()  # opening makes nothing
-    assert list(store.list("")) == []
-    assert store.put("a/b", b"one") is True
-    assert store.put("a/c", b"") is True
-    assert store.put("ab", b"three") is True
-    assert store.get("a/b") == b"one"
-    assert store.get("a/c") == b""
-    assert (store.size("a/b"), store.size("nothing"), store.size("a")) == (3, None, None)
-    assert store.exists("ab")
-    assert not store.exists("a")
-    listed = list(store.list(""))
-    assert [(info.key, info.size) for info in listed] == [("a/b", 3), ("a/c", 0), ("ab", 5)]
-    assert all(abs(info.modified - time.time()) < 600 for info in listed)
-    assert [info.key for info in store.list("a")] == ["a/b", "a/c", "ab"]
-    assert [info.key for info in store.list("a/")] == ["a/b", "a/c"]
-    assert [info.key for info in store.list("a/c")] == ["a/c"]
-    assert list(store.list("zz/")) == []
-    store.delete("a/b")
-    store.delete("a/b")
-    with pytest.raises(NotInStore, match="has no a/b"):
-        store.get("a/b")
-    assert store.get("a/c") == b""
-
-
 def test_an_empty_folder_goes_with_its_last_object(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.put("work/k/data/t/0", b"x")
     store.delete("work/k/data/t/0")
-    assert [path.name for path in tmp_path.iterdir() if path.name != "tmp"] == ["work"]
+    assert [path.name for path in tmp_path.iterdir() if path.name not in ("tmp", "locks")] == ["work"]
     assert list((tmp_path / "work").iterdir()) == []
 
 
-def test_putting_again_replaces_and_if_absent_does_not(tmp_path: Path) -> None:
+def test_nothing_is_left_in_tmp_by_a_put_that_lost(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    assert store.put("k", b"one", if_absent=True) is True
-    assert store.put("k", b"two", if_absent=True) is False
+    assert store.put("k", b"one", if_absent=True)
+    assert store.put("k", b"two", if_absent=True) is None
     assert store.get("k") == b"one"
-    assert store.put("k", b"three") is True
+    assert store.put("k", b"three")
     assert store.get("k") == b"three"
     assert list((tmp_path / "tmp").iterdir()) == []
-
-
-def test_exactly_one_of_many_writers_wins_if_absent(tmp_path: Path) -> None:
-    stores = [open_store(tmp_path) for _ in range(8)]
-    for round_ in range(20):
-        barrier = threading.Barrier(8)
-        won: list[int] = []
-
-        def put(index: int, key: str, barrier: threading.Barrier = barrier, won: list[int] = won) -> None:
-            barrier.wait()
-            if stores[index].put(key, str(index).encode(), if_absent=True):
-                won.append(index)
-
-        threads = [threading.Thread(target=put, args=(index, f"lease/{round_}")) for index in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(won) == 1
-        assert stores[0].get(f"lease/{round_}") == str(won[0]).encode()
 
 
 def test_writers_and_deleters_of_one_folder_do_not_trip_over_each_other(tmp_path: Path) -> None:
@@ -106,37 +58,11 @@ def test_writers_and_deleters_of_one_folder_do_not_trip_over_each_other(tmp_path
     assert failures == []
 
 
-@pytest.mark.parametrize("key", ["../x", "/etc/passwd", "a/../../x", "", "a\\b", "a//b"])
-def test_no_key_leads_out_of_the_store(tmp_path: Path, key: str) -> None:
+def test_opening_a_store_makes_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
-    for call in (store.get, store.exists, store.delete, store.hash):
-        with pytest.raises(ValueError):
-            call(key)
-    with pytest.raises(ValueError):
-        store.put(key, b"x")
-
-
-def test_files_are_copied_in_and_out_with_their_hash(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "store")
-    data = os.urandom(3_000_001)  # more than one chunk, no whole number of them
-    (tmp_path / "file").write_bytes(data)
-    sha256 = store.put_file("k", tmp_path / "file")
-    assert sha256 == subprocess.check_output(["sha256sum", str(tmp_path / "file")], text=True).split()[0]
-    assert store.hash("k") == sha256
-    assert store.get_file("k", tmp_path / "copy") == (sha256, len(data))
-    assert (tmp_path / "copy").read_bytes() == data
-    assert store.put_blob(tmp_path / "file") == (sha256, len(data))
-    assert store.get(f"blobs/{sha256[:2]}/{sha256}") == data
-    with pytest.raises(Damaged, match="changed while it was stored"):
-        store.put_file("other", tmp_path / "file", sha256="0" * 64)
-    assert not store.exists("other")
-    with pytest.raises(StoreError, match="cannot write"):
-        store.get_file("k", tmp_path / "copy")  # never over an existing file
-    with pytest.raises(NotInStore):
-        store.get_file("nothing", tmp_path / "x")
-    assert not (tmp_path / "x").exists()
-    with pytest.raises(StoreError, match="cannot read"):
-        store.put_file("k", tmp_path / "absent")
+    assert list(store.list("")) == []
+    store.delete("a/b")
+    assert not (tmp_path / "store").exists()
 
 
 def test_objects_follow_the_umask(tmp_path: Path) -> None:
@@ -156,7 +82,6 @@ def test_urls_name_folders_and_nothing_else(tmp_path: Path) -> None:
     assert (tmp_path / "with space" / "k").read_bytes() == b"x"
     assert isinstance(store, FolderStore)
     for url, words in (
-        ("s3://bucket/prefix", "not there yet"),
         ("http://host/x", "unknown kind of store 'http'"),
         ("file://other-host/x", "must be on this host"),
         ("  ", "is empty"),
@@ -264,13 +189,6 @@ def test_a_link_in_the_store_is_no_object(tmp_path: Path) -> None:
     store.put("a/k", b"x")
     (tmp_path / "store" / "a" / "link").symlink_to(tmp_path / "outside")
     assert [info.key for info in store.list("a/")] == ["a/k"]
-
-
-def test_appending_makes_and_extends_an_object(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    store.append("logs/r/s.jsonl", b"one\n")
-    store.append("logs/r/s.jsonl", b"two\n")
-    assert store.get("logs/r/s.jsonl") == b"one\ntwo\n"
 
 
 def test_a_store_can_be_moved(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Publishing and fetching, with kills, damage and many at once."""
+"""Publishing and fetching, with kills, damage and many at once, on a folder and on S3."""
 
 from __future__ import annotations
 
@@ -66,11 +66,6 @@ FILES = {
     "-dash": b"x",
     ".hidden": b"y",
 }
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(tmp_path / "store")
 
 
 def test_what_is_fetched_is_what_was_published(tmp_path: Path, store: Store) -> None:
@@ -144,38 +139,39 @@ def test_what_cannot_be_published_is_refused_before_a_byte_is_stored(tmp_path: P
     assert list(store.list("")) == []
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
+def flip(store: Store, key: str) -> None:
+    data = bytearray(store.get(key))
     data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    store.put(key, bytes(data))
 
 
-def blob_path(tmp_path: Path, data: bytes) -> Path:
+def blob_of(data: bytes) -> str:
     name = hashlib.sha256(data).hexdigest()
-    return tmp_path / "store" / "blobs" / name[:2] / name
+    return f"blobs/{name[:2]}/{name}"
+
+
+def manifest_at(digest: str) -> str:
+    return f"manifests/{digest[7:9]}/{digest[7:]}.json"
 
 
 def test_a_flipped_byte_is_never_served_and_is_named(tmp_path: Path, store: Store) -> None:
     digest = publish(store, write(tmp_path / "in", FILES), "dataset")
-    blob = blob_path(tmp_path, FILES["large.bin"])
-    flip(blob)
+    blob = blob_of(FILES["large.bin"])
+    flip(store, blob)
     assert is_complete(store, digest)  # sizes alone do not tell
-    with pytest.raises(Damaged, match=blob.name) as caught:
+    with pytest.raises(Damaged, match=blob) as caught:
         fetch(store, digest, tmp_path / "out")
     assert "large.bin" in str(caught.value)
     assert not (tmp_path / "out").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "store"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     for found in (verify_artifact(store, digest), list(verify_all(store))):
-        assert [(damage.key, damage.artifact, damage.path) for damage in found] == [
-            (f"blobs/{blob.name[:2]}/{blob.name}", digest, "large.bin")
-        ]
+        assert [(damage.key, damage.artifact, damage.path) for damage in found] == [(blob, digest, "large.bin")]
         assert "another hash" in str(found[0])
 
 
 def test_a_truncated_blob_is_never_served(tmp_path: Path, store: Store) -> None:
     digest = publish(store, write(tmp_path / "in", FILES), "dataset")
-    blob = blob_path(tmp_path, FILES["large.bin"])
-    os.truncate(blob, 1000)
+    store.put(blob_of(FILES["large.bin"]), FILES["large.bin"][:1000])
     assert not is_complete(store, digest)
     with pytest.raises(Damaged, match="has 1,000 bytes"):
         fetch(store, digest, tmp_path / "out")
@@ -185,7 +181,7 @@ def test_a_truncated_blob_is_never_served(tmp_path: Path, store: Store) -> None:
 
 def test_a_missing_blob_is_named_for_every_file_that_it_was(tmp_path: Path, store: Store) -> None:
     digest = publish(store, write(tmp_path / "in", FILES), "dataset")
-    blob_path(tmp_path, b"twice").unlink()
+    store.delete(blob_of(b"twice"))
     assert not is_complete(store, digest)
     with pytest.raises(Damaged, match="is missing"):
         fetch(store, digest, tmp_path / "out")
@@ -194,9 +190,9 @@ def test_a_missing_blob_is_named_for_every_file_that_it_was(tmp_path: Path, stor
 
 def test_publishing_again_heals_what_was_damaged(tmp_path: Path, store: Store) -> None:
     digest = publish(store, write(tmp_path / "in", FILES), "dataset")
-    flip(blob_path(tmp_path, FILES["large.bin"]))
-    blob_path(tmp_path, b"twice").unlink()
-    flip(tmp_path / "store" / "manifests" / digest[7:9] / f"{digest[7:]}.json")
+    flip(store, blob_of(FILES["large.bin"]))
+    store.delete(blob_of(b"twice"))
+    flip(store, manifest_at(digest))
     assert len(list(verify_all(store))) >= 2
     assert publish(store, tmp_path / "in", "dataset") == digest
     assert list(verify_all(store)) == []
@@ -204,8 +200,8 @@ def test_publishing_again_heals_what_was_damaged(tmp_path: Path, store: Store) -
 
 def test_a_damaged_manifest_is_never_believed(tmp_path: Path, store: Store) -> None:
     digest = publish(store, write(tmp_path / "in", {"a": b"1"}), "dataset")
-    path = tmp_path / "store" / "manifests" / digest[7:9] / f"{digest[7:]}.json"
-    path.write_bytes(path.read_bytes().replace(b'"a"', b'"b"'))
+    key = manifest_at(digest)
+    store.put(key, store.get(key).replace(b'"a"', b'"b"'))
     with pytest.raises(Damaged, match="manifests/"):
         read_manifest(store, digest)
     assert not is_complete(store, digest)
@@ -279,15 +275,15 @@ def test_digests_are_found_by_their_first_digits(tmp_path: Path, store: Store) -
         resolve_digest(store, digests[0][7:40])
 
 
-def test_two_thousand_small_files_come_back_whole(tmp_path: Path, store: Store) -> None:
-    files = {f"{n % 40:02}/{n}.txt": str(n).encode() for n in range(2000)}
+def test_many_small_files_come_back_whole(tmp_path: Path, store: Store) -> None:
+    files = {f"{n % 40:02}/{n}.txt": str(n).encode() for n in range(2000 if not store.remote else 500)}
     digest = publish(store, write(tmp_path / "in", files), "source")
     fetch(store, digest, tmp_path / "out")
     assert tree(tmp_path / "out") == files
 
 
-def start_publisher(tmp_path: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PUBLISH, str(tmp_path / "store"), str(tmp_path / "in")]
+def start_publisher(tmp_path: Path, store: Store) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PUBLISH, store.url, str(tmp_path / "in")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -301,19 +297,19 @@ def go(process: subprocess.Popen[str]) -> None:
 
 
 def test_a_publisher_killed_at_any_moment_leaves_nothing_partial(tmp_path: Path, store: Store) -> None:
-    files = {f"{n}.bin": random.Random(n).randbytes(20_000) for n in range(150)}
+    files = {f"{n}.bin": random.Random(n).randbytes(20_000) for n in range(100)}
     write(tmp_path / "in", files)
     digest = manifest_of([(name, tmp_path / "in" / name) for name in files], "dataset").digest
-    process = start_publisher(tmp_path)
+    process = start_publisher(tmp_path, store)
     begun = time.monotonic()
     go(process)
     assert process.communicate(timeout=60)[0].strip() == digest
     whole = time.monotonic() - begun
     generator, killed = random.Random(0), 0
-    for _ in range(12):
+    for _ in range(8):
         for info in list(store.list("")):
             store.delete(info.key)
-        process = start_publisher(tmp_path)
+        process = start_publisher(tmp_path, store)
         go(process)
         time.sleep(generator.random() * whole)
         process.kill()
@@ -321,7 +317,7 @@ def test_a_publisher_killed_at_any_moment_leaves_nothing_partial(tmp_path: Path,
         killed += process.returncode == -signal.SIGKILL
         assert list(verify_all(store)) == []  # every blob that can be seen is whole
         assert is_complete(store, digest) == any(store.list("manifests/"))
-    assert killed >= 3
+    assert killed >= 2
     assert publish(store, tmp_path / "in", "dataset") == digest
     fetch(store, digest, tmp_path / "out")
     assert tree(tmp_path / "out") == files
@@ -330,14 +326,14 @@ def test_a_publisher_killed_at_any_moment_leaves_nothing_partial(tmp_path: Path,
 def test_eight_publishers_of_the_same_files_at_once_agree(tmp_path: Path, store: Store) -> None:
     files = {f"{n}": random.Random(n).randbytes(5000) for n in range(60)}
     write(tmp_path / "in", files)
-    processes = [start_publisher(tmp_path) for _ in range(8)]
+    processes = [start_publisher(tmp_path, store) for _ in range(8)]
     for process in processes:
         go(process)
     digests = {process.communicate(timeout=120)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0] * 8
     assert len(digests) == 1
     assert len(list(store.list("blobs/"))) == 60
-    assert list((tmp_path / "store" / "tmp").iterdir()) == []
+    assert store.leftovers(0) == []
     assert list(verify_all(store)) == []
     fetch(store, digests.pop(), tmp_path / "out")
     assert tree(tmp_path / "out") == files

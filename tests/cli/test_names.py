@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 
 from flows.names import UnknownName, find_run, free_run_name, new_run_name, resolve
-from stages.artifacts import FolderStore, open_store, publish, write_run
+from stages.artifacts import FolderStore, open_store, promote, publish, write_run
 
 
 def put(store: FolderStore, folder: Path, text: str) -> str:
@@ -31,7 +30,7 @@ def digests(store: FolderStore, tmp_path: Path) -> dict[str, str]:
     newer = {"grpo": {"artifact": digests["new"], "outputs": {"rollouts": digests["rollouts"]}}, "dpo": {}}
     write_run(store, {"id": "brave-tern", "started": "2026-01-01T00:00:00+00:00", "steps": older})
     write_run(store, {"id": "golden-otter", "started": "2026-02-01T00:00:00+00:00", "steps": newer})
-    store.put("refs/production.json", json.dumps({"artifact": digests["old"]}).encode())
+    promote(store, "production", digests["old"], who="me@here")
     return digests
 
 

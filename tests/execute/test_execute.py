@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -377,3 +378,28 @@ def test_code_that_breaks_while_it_is_edited_fails_the_step_with_its_place(runs:
     result = execute(plan, runner=runs.runner, run_id="run").steps["a"]
     assert result.status == "failed"
     assert "arithmetic.py:1: not valid Python" in result.message
+
+
+def test_two_runs_of_one_recipe_compute_each_step_once(runs: Runs, runner: ProcessRunner) -> None:
+    """The second run waits for the first, says so, and takes its results."""
+    path = runs.toys.recipe("a: {stage: COUNT, total: 6, delay: 0.2}\nb: {stage: COUNT, inputs: {data: a}}")
+    other = Runs(runs.toys, runner)
+    other.count = 10
+    ended: list[RunResult] = []
+    thread = threading.Thread(target=lambda: ended.append(other(path)))
+    started = threading.Event()
+    runs.react = lambda event: started.set() if event["type"] == "progress" else None
+    first = threading.Thread(target=lambda: ended.append(runs(path)))
+    first.start()
+    assert started.wait(60)
+    thread.start()
+    first.join()
+    thread.join()
+    assert [result.state for result in ended] == ["done", "done"]
+    waited = [event["for"] for event in other.events if event["type"] == "waiting" and event["for"]]
+    assert waited[0].startswith("step a of run run-1 (process ")
+    assert "a cached" in other.states()
+    store = open_store(runs.toys.store)
+    assert {(result.step, len(result.history)) for result in results(store)} == {("a", 0), ("b", 0)}
+    [told] = [event for event in other.events if event["type"] == "step" and event["state"] == "cached"][:1]
+    assert told["message"] == "computed by run run-1"

@@ -9,7 +9,7 @@ import pytest
 
 from flows.recipe_model import InputRef, RecipeError
 from flows.sources import Source, bring, find_files, resolve
-from stages.artifacts import FolderStore, HashCache, fetch, open_store, publish, read_manifest
+from stages.artifacts import FolderStore, HashCache, fetch, open_store, promote, publish, read_manifest
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -176,7 +176,7 @@ def test_an_artifact_is_found_by_the_start_of_its_digest_and_says_what_it_holds(
 def test_a_reference_of_the_store_is_followed(tmp_path: Path, store: FolderStore) -> None:
     model = model_folder(tmp_path / "model")
     digest = publish(store, model, "checkpoint")
-    store.put("refs/production.json", json.dumps({"artifact": digest}).encode())
+    promote(store, "production", digest, who="me@here")
     ref = InputRef("model", "ref:production", "ref", target="production", where="recipe.yaml:5")
     assert resolve(ref, tmp_path, store).digest == digest
     missing = InputRef("model", "ref:prod", "ref", target="prod", where="recipe.yaml:5")

@@ -125,13 +125,13 @@ def test_inputs_are_fetched_verified_and_checked_for_their_kind(toy: Any) -> Non
     fetch(store, result.artifact, toy.root / "out")
     assert (toy.root / "out" / "data.txt").read_text() == "rows.txt"
 
-    ended = toy.run(toy.spec("kind", inputs={"data": report}))
+    ended = toy.run(toy.spec("kind", inputs={"data": report}, forced=True))
     assert ended.returncode == 83
     assert toy.parse(ended.stdout)[-1]["message"] == "step kind: input data is a report; it takes a source"
 
     blob = next(path for path in (toy.store / "blobs").rglob("*") if path.is_file() and path.read_text() == "some rows")
     blob.write_text("some rowz")
-    ended = toy.run(toy.spec("damaged", inputs={"data": source}))
+    ended = toy.run(toy.spec("damaged", inputs={"data": source}, forced=True))
     assert ended.returncode == 83
     message = toy.parse(ended.stdout)[-1]["message"]
     assert blob.name in message

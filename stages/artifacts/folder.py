@@ -1,0 +1,327 @@
+"""The store in a folder of a POSIX file system.
+
+Unfinished files are kept in `tmp/` until they are renamed (or linked) into place; leftovers of killed writers are
+removed a day later. Comparing and swapping happens under a lock (`flock` on a file in `locks/`, let go with the process
+that holds it), which `put` and `delete` always take.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import fcntl
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from stages.artifacts.manifest import blob_key, check_path, sha256_hex
+from stages.artifacts.store import (
+    Damaged,
+    FullStore,
+    NotInStore,
+    ObjectInfo,
+    ReadOnlyStore,
+    StoreError,
+    copy_stream,
+    fsync_folder,
+    in_parallel,
+    open_source,
+)
+
+_WRITERS = 4  # files stored at once: fsync waits for the disk, not for a core
+_LOCKS = 256
+_LOCK_SECONDS = 60.0
+_NEVER_COMPARED = ("blobs/", "manifests/", "work/", "runs/", "logs/")
+_NO_OBJECTS = ("tmp", "locks")
+_STALE_SECONDS = 24 * 3600.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class FolderStore:
+    """A store in a folder of a POSIX file system. Safe for many processes at once."""
+
+    remote = False
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.url = str(self.root)
+        self._tidied = False
+        if self.root.exists() and not self.root.is_dir():
+            raise StoreError(f"store {self.root} is a file, not a folder; give another place with --store")
+
+    def __repr__(self) -> str:
+        return f"FolderStore({self.url!r})"
+
+    def get(self, key: str) -> bytes:
+        with self._errors(key, "read"):
+            return self._path(key).read_bytes()
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        data = self.get(key)
+        return data, sha256_hex(data)
+
+    def exists(self, key: str) -> bool:
+        return self.size(key) is not None
+
+    def size(self, key: str) -> int | None:
+        path = self._path(key)
+        try:
+            with self._errors(key, "read"):
+                return path.stat().st_size if path.is_file() else None
+        except NotInStore:
+            return None
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        return {key: size for key in keys if (size := self.size(key)) is not None}
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        folder, _, _ = prefix.rpartition("/")
+        start = self.root / check_path(folder) if folder else self.root
+        with self._errors(prefix, "list"):
+            found = sorted(self._walk(start), key=lambda info: info.key)
+        yield from (info for info in found if info.key.startswith(prefix))
+
+    def _walk(self, folder: Path) -> Iterator[ObjectInfo]:
+        try:
+            entries = list(os.scandir(folder))
+        except (FileNotFoundError, NotADirectoryError):  # nothing stored yet, or removed while listing
+            return
+        for entry in entries:
+            path = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                if path.parent != self.root or path.name not in _NO_OBJECTS:
+                    yield from self._walk(path)
+            elif entry.is_file(follow_symlinks=False):
+                try:
+                    stat = entry.stat()
+                except FileNotFoundError:
+                    continue
+                yield ObjectInfo(path.relative_to(self.root).as_posix(), stat.st_size, stat.st_mtime)
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str | None:
+        target = self._path(key)
+        with self._errors(key, "write"), self._temporary() as (temporary, file):
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # before the lock is held
+            with self._locked(key):
+                if if_match is not None and self._tag(target) != if_match:
+                    return None
+                placed = self._place(temporary, file, target, if_absent=if_absent)
+        return sha256_hex(data) if placed else None
+
+    def _tag(self, path: Path) -> str | None:
+        try:
+            return sha256_hex(path.read_bytes())
+        except FileNotFoundError:
+            return None
+
+    @contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        """Alone in changing the object: other threads and processes wait. A killed holder's lock is let go.
+
+        A holder that was frozen keeps it, so what is never compared takes no lock, and nobody waits without end.
+        """
+        if key.startswith(_NEVER_COMPARED):
+            yield
+            return
+        folder = self.root / "locks"
+        self._make_folder(folder)
+        number = int(sha256_hex(key.encode())[:8], 16) % _LOCKS
+        # The file stays for good: removing it while another process waits for it would give two of them the lock.
+        descriptor = os.open(folder / f"{number:02x}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            limit = time.monotonic() + _LOCK_SECONDS
+            while not _try_lock(descriptor):
+                if time.monotonic() > limit:
+                    name = folder / f"{number:02x}"
+                    raise StoreError(
+                        f"store {self.url}: {key} cannot be changed, for another process has held its lock for "
+                        f"{_LOCK_SECONDS:.0f} s; end the one that is stopped (`fuser {name}` names it)"
+                    )
+                time.sleep(0.002)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def put_file(self, key: str, path: Path, *, sha256: str | None = None) -> str:
+        target = self._path(key)
+        with open_source(path) as source, self._errors(key, "write"), self._temporary() as (temporary, file):
+            digest, _ = copy_stream(source, file, path)
+            if sha256 is not None and digest != sha256:
+                raise Damaged(f"{path} has the hash {digest}, not {sha256}: it changed while it was stored")
+            self._place(temporary, file, target)
+        return digest
+
+    def put_blob(self, path: Path, *, known: tuple[str, int] | None = None) -> tuple[str, int]:
+        """Store a file as a blob: hashed while it is copied. One that is there already is replaced, which heals it."""
+        if known is not None and self.size(blob_key(known[0])) == known[1]:
+            return known
+        with open_source(path) as source, self._errors(str(path), "write"), self._temporary() as (temporary, file):
+            # Not beyond its size now: one that grows is stored as it was.
+            digest, size = copy_stream(source, file, path, at_most=os.fstat(source.fileno()).st_size)
+            self._place(temporary, file, self._path(blob_key(digest)))
+        return digest, size
+
+    def put_blobs(
+        self, paths: Sequence[Path], known: Sequence[tuple[str, int] | None] | None = None
+    ) -> builtins.list[tuple[str, int]]:
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            had = known or [None] * len(paths)
+            return in_parallel(pool, lambda index: self.put_blob(paths[index], known=had[index]), range(len(paths)))
+
+    def get_file(self, key: str, path: Path, *, size: int | None = None, resume: bool = False) -> tuple[str, int]:
+        with self._errors(key, "read"):
+            source = open(self._path(key), "rb")  # noqa: SIM115 (errors of reading and of writing are told apart)
+        with source:
+            try:
+                with open(path, "wb" if resume else "xb") as file:
+                    return copy_stream(source, file, self._path(key))
+            except OSError as error:
+                raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def hash(self, key: str) -> str:
+        with self._errors(key, "read"), open(self._path(key), "rb") as source:
+            return copy_stream(source, None, self._path(key))[0]
+
+    def append(self, key: str, data: bytes) -> None:
+        target = self._path(key)
+        with self._errors(key, "write"):
+            self._make_folder(target.parent)
+            descriptor = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+            finally:
+                os.close(descriptor)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        try:
+            with self._errors(key, "delete"):
+                os.stat(path, follow_symlinks=False)
+                with self._locked(key):
+                    path.unlink()
+        except NotInStore:
+            return
+        # Folders that became empty go too; one that another process fills just now stays.
+        for folder in path.parents:
+            if folder == self.root or folder.parent == self.root:
+                break
+            try:
+                folder.rmdir()
+            except OSError:
+                break
+
+    def leftovers(self, older_than: float, *, remove: bool = False) -> builtins.list[ObjectInfo]:
+        limit = time.time() - older_than
+        found = []
+        try:
+            entries = list(os.scandir(self.root / "tmp"))
+        except FileNotFoundError:
+            return []
+        for entry in entries:
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    continue
+                stat = entry.stat(follow_symlinks=False)
+                if stat.st_mtime < limit:
+                    if remove:
+                        os.unlink(entry.path)
+                    found.append(ObjectInfo(f"tmp/{entry.name}", stat.st_size, stat.st_mtime))
+            except FileNotFoundError:  # its writer has finished or tidied up
+                continue
+        return found
+
+    def now(self) -> float:
+        return time.time()
+
+    def _path(self, key: str) -> Path:
+        return self.root / check_path(key)
+
+    @contextmanager
+    def _errors(self, what: str, verb: str) -> Iterator[None]:
+        """Turn the system's errors into one sentence each."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise NotInStore(f"store {self.url} has no {what}") from error
+        except OSError as error:
+            if error.errno in _FULL:
+                message = f"store {self.url} is full; free some space, or give another place with --store"
+                raise FullStore(message) from error
+            if error.errno in _READ_ONLY:
+                message = (
+                    f"store {self.url}: no permission to {verb} {what} ({error.strerror}); check who owns the folder"
+                )
+                raise ReadOnlyStore(message) from error
+            raise StoreError(f"store {self.url}: cannot {verb} {what}: {error.strerror or error}") from error
+
+    @contextmanager
+    def _temporary(self) -> Iterator[tuple[Path, IO[bytes]]]:
+        """A new file in `tmp/`, gone afterwards unless it was renamed."""
+        folder = self.root / "tmp"
+        self._make_folder(folder)
+        self._tidy()
+        path = folder / uuid.uuid4().hex
+        # Not tempfile: its files are private to the user, and objects follow the umask.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            with open(descriptor, "wb") as file:
+                yield path, file
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _place(self, temporary: Path, file: IO[bytes], target: Path, *, if_absent: bool = False) -> bool:
+        """Make a finished temporary file the object `target`, durably."""
+        file.flush()
+        os.fsync(file.fileno())
+        for attempt in range(100):
+            try:
+                self._make_folder(target.parent)
+                if if_absent:
+                    os.link(temporary, target)
+                else:
+                    os.rename(temporary, target)
+                break
+            except FileExistsError:
+                return False
+            except FileNotFoundError:  # a delete removed a folder as empty just now
+                if attempt == 99:
+                    raise
+        fsync_folder(target.parent)
+        return True
+
+    def _make_folder(self, folder: Path) -> None:
+        """`mkdir -p` whose new folders are durable."""
+        if folder.is_dir():
+            return
+        if folder.parent != folder:
+            self._make_folder(folder.parent)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            if not folder.is_dir():
+                raise StoreError(f"store {self.url}: {folder} is a file where a folder must be; move it away") from None
+            return
+        fsync_folder(folder.parent)
+
+    def _tidy(self) -> None:
+        if not self._tidied:
+            self._tidied = True
+            self.leftovers(_STALE_SECONDS, remove=True)

@@ -1,0 +1,398 @@
+"""The store in a bucket of S3, or of a server that speaks its protocol.
+
+An object is a key below the prefix of the store's URL. S3 itself makes objects appear whole or not at all; conditional
+puts (`If-None-Match`, `If-Match`) let one of several writers win. Everything that is stored carries its SHA-256, which
+the server checks before it keeps the bytes.
+
+Invariants:
+- A conditional put whose answer was lost counts as won only if the object is then what was put.
+- A blob that is there, whole, is not sent again. One with other bytes, as its size or the SHA-256 that the server keeps
+  tells, is replaced.
+- The first request of a process looks at the bucket, with little patience: a wrong address, bucket or credential is
+  reported within seconds. Later ones wait out a minute of overload or of a lost network.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stages.artifacts import s3_client, s3_transfer
+from stages.artifacts.manifest import blob_key, check_path, sha256_hex
+from stages.artifacts.s3_client import FAULTS, error_code, status
+from stages.artifacts.s3_transfer import Hashed, base64_of
+from stages.artifacts.store import Damaged, NotInStore, ObjectInfo, StoreError, in_parallel, is_segment
+
+_FILES_AT_ONCE = 4
+_REQUESTS_AT_ONCE = 8
+_SMALL = 1 << 20  # files up to this size are looked up together, not one by one
+_HEADS = 40  # looking up this many objects one by one costs as much as listing a page of 1,000
+_SEGMENT = 256 << 10  # an appended object goes on in another after so many bytes
+_CONFLICTS = 10
+
+
+class S3Store:
+    """A store at `s3://bucket` or `s3://bucket/prefix`. Safe for many threads, processes and hosts at once.
+
+    Raises:
+        StoreError: the URL is not of that form.
+    """
+
+    remote = True
+
+    def __init__(self, url: str) -> None:
+        self.bucket, self.prefix = parse_url(url)
+        self.url = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+        self._lock = threading.Lock()
+        self._made: Any = None
+        self._pid = 0
+        self._sse = s3_client.encryption()
+        self._appended: dict[str, tuple[str, bytes, str]] = {}
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.url!r})"
+
+    @property
+    def client(self) -> Any:
+        """The boto3 client: made, and the bucket looked at, when first used in a process.
+
+        Raises:
+            StoreError: the bucket cannot be used.
+        """
+        with self._lock:
+            if self._made is None or self._pid != os.getpid():  # connections must not be shared with a parent
+                first = s3_client.make_client(patient=False)
+                try:
+                    first.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix + "refs/", MaxKeys=1)
+                except FAULTS as error:
+                    raise self._explain(first, error, "list", self.bucket) from error
+                self._made, self._pid = s3_client.make_client(), os.getpid()
+            return self._made
+
+    def get(self, key: str) -> bytes:
+        return self.get_with_tag(key)[0]
+
+    def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        name, tags = self._name(key), []
+
+        def get() -> bytes:
+            answer = self.client.get_object(Bucket=self.bucket, Key=name, ChecksumMode="ENABLED")
+            tags.append(answer["ETag"])
+            with s3_transfer.body_of(answer) as body:
+                return bytes(body.read())
+
+        with self._errors("read", key):
+            return s3_transfer.persist(get), tags[-1]
+
+    def exists(self, key: str) -> bool:
+        return self.size(key) is not None
+
+    def size(self, key: str) -> int | None:
+        head = self._head(key)
+        return None if head is None else int(head["ContentLength"])
+
+    def _head(self, key: str) -> dict[str, Any] | None:
+        name = self._name(key)
+        with self._errors("read", key):
+            try:
+                return dict(self.client.head_object(Bucket=self.bucket, Key=name, ChecksumMode="ENABLED"))
+            except FAULTS as error:
+                if status(error) == 404:
+                    return None
+                if status(error) == 403:  # a HEAD cannot say why; a GET can
+                    self.client.get_object(Bucket=self.bucket, Key=name, Range="bytes=0-0")["Body"].close()
+                raise
+
+    def sizes(self, keys: Iterable[str]) -> dict[str, int]:
+        """Sizes of the objects that are there: by listing where many of those listed are asked for, else one by one."""
+        wanted = sorted(set(keys))
+        found: dict[str, int] = {}
+        while len(wanted) > _HEADS:
+            page, more = self._page(_common(wanted[0], wanted[-1]), wanted[0])
+            reached = page[-1].key if more and page else None
+            listed = {info.key: info.size for info in page}
+            passed = [key for key in wanted if reached is None or key <= reached]
+            found.update((key, listed[key]) for key in passed if key in listed)
+            wanted = wanted[len(passed) :]
+            if len(passed) < _HEADS:  # the store holds far more than is asked for
+                break
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            found.update(
+                (key, size) for key, size in zip(wanted, pool.map(self.size, wanted), strict=True) if size is not None
+            )
+        return found
+
+    def _page(self, prefix: str, first: str) -> tuple[builtins.list[ObjectInfo], bool]:
+        """A page of objects from the key `first` on, and whether there are more."""
+        start = self.prefix + first[:-1]  # the listing begins after it
+        with self._errors("list", prefix):
+            answer = self.client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix + prefix, StartAfter=start)
+        return [self._info(item) for item in answer.get("Contents", [])], bool(answer.get("IsTruncated"))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        folder = prefix.rpartition("/")[0]
+        if folder:
+            check_path(folder)
+        found = []
+        with self._errors("list", prefix):
+            pages = self.client.get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix):
+                found += [self._info(item) for item in page.get("Contents", [])]
+        yield from sorted(found, key=lambda info: info.key)  # not every server sorts as S3 does
+
+    def _info(self, item: dict[str, Any]) -> ObjectInfo:
+        return ObjectInfo(item["Key"].removeprefix(self.prefix), int(item["Size"]), item["LastModified"].timestamp())
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str | None:
+        condition = {"IfNoneMatch": "*"} if if_absent else {} if if_match is None else {"IfMatch": if_match}
+        request = {"Bucket": self.bucket, "Key": self._name(key), "Body": data, **condition, **self._sse}
+        request["ChecksumSHA256"] = base64_of(hashlib.sha256(data).digest())
+        with self._errors("write", key):
+            for attempt in range(_CONFLICTS):
+                try:
+                    return str(self.client.put_object(**request)["ETag"])
+                except FAULTS as error:
+                    if not condition:
+                        raise
+                    if status(error) == 412 or error_code(error) == "NoSuchKey":
+                        return self._won(key, data) if s3_client.may_have_happened(error) or attempt else None
+                    if status(error) != 409 or attempt == _CONFLICTS - 1:  # another put of the key is under way
+                        raise
+                time.sleep(random.uniform(0, 0.05 * 2**attempt))
+        return None
+
+    def _won(self, key: str, data: bytes) -> str | None:
+        """The tag of the object if it is what we put: an earlier attempt was carried out, and its answer lost."""
+        try:
+            found, tag = self.get_with_tag(key)
+        except NotInStore:
+            return None
+        return tag if found == data else None
+
+    def put_file(self, key: str, path: Path, *, sha256: str | None = None) -> str:
+        hashed = s3_transfer.hash_for_upload(path)
+        if sha256 is not None and hashed.sha256.hex() != sha256:
+            raise Damaged(f"{path} has the hash {hashed.sha256.hex()}, not {sha256}: it changed while it was stored")
+        self._upload(key, path, hashed)
+        return hashed.sha256.hex()
+
+    def _upload(self, key: str, path: Path, hashed: Hashed) -> None:
+        with self._errors("write", key):
+            s3_transfer.upload(self.client, self.bucket, self._name(key), path, hashed, self._sse)
+
+    def put_blob(self, path: Path, *, known: tuple[str, int] | None = None) -> tuple[str, int]:
+        if known is not None and self.size(blob_key(known[0])) == known[1]:
+            return known
+        if known is not None and known[1] < s3_transfer.MULTIPART:
+            hashed = Hashed(bytes.fromhex(known[0]), known[1])  # the server finds out if it is no longer true
+            self._upload(blob_key(known[0]), path, hashed)
+            return known
+        hashed = s3_transfer.hash_for_upload(path)
+        key = blob_key(hashed.sha256.hex())
+        head = self._head(key)
+        if head is None or not _is_sound(head, hashed):
+            self._upload(key, path, hashed)
+        return hashed.sha256.hex(), hashed.size
+
+    def put_blobs(
+        self, paths: Sequence[Path], known: Sequence[tuple[str, int] | None] | None = None
+    ) -> builtins.list[tuple[str, int]]:
+        """`put_blob` of many: large files one by one, four at a time, each sent while it is in the page cache.
+
+        Small ones are all hashed first, then looked up together, and those that are missing are sent.
+        """
+        had = list(known or [None] * len(paths))
+        small = [index for index, path in enumerate(paths) if _size_of(path) <= _SMALL]
+        done: dict[int, tuple[str, int]] = {}
+        if len(small) > _HEADS:
+            done = self._put_small(small, paths, had)
+        rest = [index for index in range(len(paths)) if index not in done]
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            stored = in_parallel(pool, lambda index: self.put_blob(paths[index], known=had[index]), rest)
+        done.update(zip(rest, stored, strict=True))
+        return [done[index] for index in range(len(paths))]
+
+    def _put_small(
+        self, indices: Sequence[int], paths: Sequence[Path], had: Sequence[tuple[str, int] | None]
+    ) -> dict[int, tuple[str, int]]:
+        hashes = {index: had[index] or _plain_hash(paths[index]) for index in indices}
+        first = {hashes[index][0]: index for index in reversed(indices)}  # equal files are one blob
+        there = self.sizes(blob_key(sha256) for sha256 in first)
+        missing = [index for sha256, index in first.items() if there.get(blob_key(sha256)) != hashes[index][1]]
+
+        def send(index: int) -> None:
+            sha256, size = hashes[index]
+            self._upload(blob_key(sha256), paths[index], Hashed(bytes.fromhex(sha256), size))
+
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            in_parallel(pool, send, missing)
+        return hashes
+
+    def get_file(self, key: str, path: Path, *, size: int | None = None, resume: bool = False) -> tuple[str, int]:
+        name = self._name(key)
+        with self._errors("read", key):
+            return s3_transfer.download(self.client, self.bucket, name, path, size=size, resume=resume)
+
+    def hash(self, key: str) -> str:
+        digest = hashlib.sha256()
+        at = 0
+        name = self._name(key)
+
+        def read() -> None:
+            nonlocal at
+            options = {"Range": f"bytes={at}-"} if at else {}
+            answer = self.client.get_object(Bucket=self.bucket, Key=name, **options)
+            with s3_transfer.body_of(answer) as body:
+                while chunk := body.read(s3_transfer.CHUNK):
+                    digest.update(chunk)
+                    at += len(chunk)
+
+        with self._errors("read", key):
+            s3_transfer.persist(read, lambda: at)
+        return digest.hexdigest()
+
+    def append(self, key: str, data: bytes) -> None:
+        """Add to an object by replacing it under its tag, for S3 cannot append.
+
+        So that long logs stay cheap, an object of 256 KiB goes on in another: `s.jsonl`, `s.jsonl.000001`, ...
+        """
+        for _ in range(_CONFLICTS * 10):
+            current, before, tag = self._appended.get(key) or self._last_segment(key)
+            if tag and len(before) >= _SEGMENT:
+                current, before, tag = _next_segment(key, current), b"", ""
+            whole = before + data
+            new = self.put(current, whole, if_absent=not tag, if_match=tag or None)
+            if new is not None:
+                self._appended[key] = (current, whole, new)
+                return
+            self._appended.pop(key, None)  # another process appended
+        raise StoreError(f"store {self.url}: cannot append to {key}: too many others do at the same time")
+
+    def _last_segment(self, key: str) -> tuple[str, bytes, str]:
+        last = [info.key for info in self.list(key) if is_segment(info.key, key)]
+        if not last:
+            return key, b"", ""
+        try:
+            return (last[-1], *self.get_with_tag(last[-1]))
+        except NotInStore:
+            return key, b"", ""
+
+    def delete(self, key: str) -> None:
+        with self._errors("delete", key):
+            self.client.delete_object(Bucket=self.bucket, Key=self._name(key))
+
+    def leftovers(self, older_than: float, *, remove: bool = False) -> builtins.list[ObjectInfo]:
+        """Uploads in parts that were never completed: they cost as much as objects, and are not listed with them."""
+        found = []
+        limit = self.now() - older_than
+        with self._errors("list", "unfinished uploads"):
+            pages = self.client.get_paginator("list_multipart_uploads")
+            for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix):
+                for item in page.get("Uploads", []):
+                    begun = item["Initiated"].timestamp()
+                    if begun >= limit:
+                        continue
+                    name = {"Bucket": self.bucket, "Key": item["Key"], "UploadId": item["UploadId"]}
+                    parts = self.client.get_paginator("list_parts").paginate(**name)
+                    try:
+                        size = sum(part["Size"] for found_parts in parts for part in found_parts.get("Parts", []))
+                        if remove:
+                            self.client.abort_multipart_upload(**name)
+                    except FAULTS as error:
+                        if error_code(error) == "NoSuchUpload":  # completed or given up meanwhile
+                            continue
+                        raise
+                    found.append(ObjectInfo(item["Key"].removeprefix(self.prefix), size, begun))
+        return found
+
+    def now(self) -> float:
+        with self._errors("list", self.bucket):
+            answer = self.client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix + "refs/", MaxKeys=1)
+        there = s3_client.server_time(answer["ResponseMetadata"]["HTTPHeaders"])
+        return time.time() if there is None else there
+
+    def _name(self, key: str) -> str:
+        return self.prefix + check_path(key)
+
+    @contextmanager
+    def _errors(self, verb: str, what: str) -> Iterator[None]:
+        try:
+            yield
+        except FAULTS as error:
+            raise self._explain(self._made, error, verb, what) from error
+
+    def _explain(self, client: Any, error: BaseException, verb: str, what: str) -> StoreError:
+        return s3_client.explain(error, self.url, self.bucket, s3_client.endpoint(client), verb, what)
+
+
+def parse_url(url: str) -> tuple[str, str]:
+    """The bucket, and the prefix with a "/" at its end (or ""), of a URL `s3://bucket/prefix`.
+
+    Raises:
+        StoreError: it is not of that form.
+    """
+    rest = url.split("://", 1)[1]
+    bucket, _, prefix = rest.partition("/")
+    if "@" in bucket or ":" in bucket:
+        raise StoreError(
+            "an s3:// store takes no user, password or host in its URL; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY "
+            "and AWS_ENDPOINT_URL_S3, and give s3://bucket/prefix"
+        )
+    if "?" in rest or "#" in rest:
+        raise StoreError(
+            f"{url.split('?')[0]}: a store takes no options in its URL; set AWS_ENDPOINT_URL_S3 and AWS_REGION"
+        )
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
+        raise StoreError(f"{url}: {bucket!r} is not the name of a bucket; give s3://bucket or s3://bucket/prefix")
+    prefix = prefix.strip("/")
+    try:
+        return bucket, check_path(prefix) + "/" if prefix else ""
+    except ValueError as error:
+        raise StoreError(f"{url}: the prefix cannot be used: {error}") from None
+
+
+def _next_segment(base: str, key: str) -> str:
+    number = int(key.removeprefix(base + ".")) + 1 if key != base else 1
+    return f"{base}.{number:06d}"
+
+
+def _is_sound(head: dict[str, Any], hashed: Hashed) -> bool:
+    """Whether a stored object is, as far as the server says, what was hashed."""
+    if head["ContentLength"] != hashed.size:
+        return False
+    stored = str(head.get("ChecksumSHA256", ""))
+    same_sort = stored.partition("-")[2] == hashed.checksum.partition("-")[2]
+    return not stored or not same_sort or stored == hashed.checksum
+
+
+def _common(one: str, other: str) -> str:
+    """The longest beginning of both."""
+    length = next(
+        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+    return one[:length]
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _plain_hash(path: Path) -> tuple[str, int]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+    return sha256_hex(data), len(data)

@@ -1,0 +1,224 @@
+"""The connection to S3: a boto3 client from the environment, and its errors as one sentence each.
+
+Endpoint, region, credentials, profile, proxies and certificates are found as in every program that uses boto3
+(AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION, AWS_PROFILE, AWS_ACCESS_KEY_ID, files below
+`~/.aws`, roles of containers and hosts, AWS_CA_BUNDLE). Headrace adds HEADRACE_S3_SSE (AES256 or aws:kms),
+HEADRACE_S3_SSE_KMS_KEY_ID and HEADRACE_S3_ADDRESSING_STYLE (path, virtual or auto). No credential is ever part of a
+store's URL, of a message or of an object.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+import botocore.exceptions as aws
+import botocore.loaders
+import botocore.session
+from botocore.config import Config
+from botocore.handlers import add_expect_header
+
+from stages.artifacts.store import Damaged, FullStore, NotInStore, ReadOnlyStore, StoreError
+
+ATTEMPTS = 8  # with adaptive waiting in between: about a minute of SlowDown or of a lost network
+CONNECT_SECONDS = 10
+READ_SECONDS = 60
+CONNECTIONS = 32
+FAULTS = (aws.ClientError, aws.BotoCoreError)  # what an operation of the client raises
+
+_LOADER = botocore.loaders.create_loader()  # the description of S3 takes 0.15 s to read: once a process
+
+_ACTIONS = {"read": "s3:GetObject", "write": "s3:PutObject", "delete": "s3:DeleteObject", "list": "s3:ListBucket"}
+_DENIED = {"AccessDenied", "AllAccessDisabled", "AccountProblem", "403", "Forbidden", "UnauthorizedAccess"}
+_WRONG_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity", "InvalidClientTokenId"}
+_EXPIRED = {"ExpiredToken", "InvalidToken", "TokenRefreshRequired", "ExpiredTokenException", "RequestExpired"}
+_SKEWED = {"RequestTimeTooSkewed", "RequestInTheFuture"}
+_BUSY = {"SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "RequestLimitExceeded", "503", "429"}
+_FULL = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "StorageFull", "NoSpaceLeftOnDevice", "507"}
+_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301", "307"}
+_DIGEST = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
+
+
+def make_client(*, patient: bool = True) -> Any:
+    """A client for S3. `patient=False` is for a first look: it gives up after two attempts.
+
+    Raises:
+        StoreError: the endpoint, the profile or another setting of the environment cannot be used.
+    """
+    style = os.environ.get("HEADRACE_S3_ADDRESSING_STYLE", "").strip()
+    if style not in ("", "path", "virtual", "auto"):
+        raise StoreError(f"HEADRACE_S3_ADDRESSING_STYLE is {style!r}; set it to path, virtual or auto")
+    s3: dict[str, Any] = {"payload_signing_enabled": False}  # the signed SHA-256 of what is stored vouches for it
+    if style:
+        s3["addressing_style"] = style
+    retries: dict[str, Any] = {"mode": os.environ.get("AWS_RETRY_MODE") or "adaptive"}
+    retries["total_max_attempts"] = int(os.environ.get("AWS_MAX_ATTEMPTS") or ATTEMPTS) if patient else 2
+    try:
+        described = botocore.session.Session()
+        described.register_component("data_loader", _LOADER)
+        session = boto3.session.Session(botocore_session=described)
+        region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
+        config = Config(
+            region_name=region,
+            connect_timeout=CONNECT_SECONDS if patient else 5,
+            read_timeout=READ_SECONDS if patient else 15,
+            max_pool_connections=CONNECTIONS,
+            retries=retries,
+            s3=s3,
+            tcp_keepalive=True,
+            # Headrace gives and checks SHA-256 itself; other checksums by default would trip older servers.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
+        client = session.client("s3", config=config)
+    except aws.ProfileNotFound as error:
+        raise StoreError(f"S3: {error}; set AWS_PROFILE to one of `aws configure list-profiles`") from None
+    except (ValueError, aws.BotoCoreError) as error:
+        raise StoreError(f"S3 cannot be set up: {error}; check AWS_ENDPOINT_URL_S3 and the files in ~/.aws") from None
+    for operation in ("PutObject", "UploadPart"):
+        # Waiting for "100 Continue" costs a round trip for each object, and servers that never say it a second.
+        client.meta.events.unregister(f"before-call.s3.{operation}", add_expect_header)
+    return client
+
+
+def encryption() -> dict[str, str]:
+    """Parameters of a put that ask for server-side encryption, as the environment says.
+
+    Raises:
+        StoreError: the setting is none that S3 knows.
+    """
+    wanted = os.environ.get("HEADRACE_S3_SSE", "").strip()
+    key = os.environ.get("HEADRACE_S3_SSE_KMS_KEY_ID", "").strip()
+    if wanted not in ("", "AES256", "aws:kms", "aws:kms:dsse"):
+        raise StoreError(f"HEADRACE_S3_SSE is {wanted!r}; set it to AES256 or aws:kms, or leave it out")
+    if key and not wanted.startswith("aws:kms"):
+        raise StoreError("HEADRACE_S3_SSE_KMS_KEY_ID is set; set HEADRACE_S3_SSE=aws:kms too")
+    return ({"ServerSideEncryption": wanted} if wanted else {}) | ({"SSEKMSKeyId": key} if key else {})
+
+
+def endpoint(client: Any) -> str:
+    """Where the client connects to, without what may be secret."""
+    parts = urlsplit(str(client.meta.endpoint_url))
+    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+
+
+def error_code(error: BaseException) -> str:
+    """The code of an answer of S3 ("NoSuchKey"), "" for an error of another sort."""
+    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, aws.ClientError) else ""
+
+
+def status(error: BaseException) -> int:
+    """The HTTP status of an answer of S3, 0 for an error of another sort."""
+    if not isinstance(error, aws.ClientError):
+        return 0
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def may_have_happened(error: BaseException) -> bool:
+    """Whether an earlier attempt of a refused request may have been carried out though its answer was lost."""
+    if not isinstance(error, aws.ClientError):
+        return True
+    return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0)) > 0
+
+
+def explain(error: BaseException, url: str, bucket: str, where: str, verb: str, what: str) -> StoreError:
+    """One sentence for what went wrong.
+
+    Args:
+        error: what an operation of the client raised.
+        url, bucket: the store's.
+        where: the endpoint.
+        verb, what: what was tried ("read", "write", "delete", "list") on which key.
+    """
+    store = f"store {url}"
+    if isinstance(inner := getattr(error, "kwargs", {}).get("error"), StoreError):  # of the file that was being sent
+        return inner
+    if isinstance(error, aws.ClientError):
+        return _explain_answer(error, store, bucket, where, verb, what)
+    if isinstance(error, aws.NoCredentialsError):
+        return ReadOnlyStore(
+            f"{store}: no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        )
+    if isinstance(error, aws.PartialCredentialsError | aws.CredentialRetrievalError | aws.TokenRetrievalError):
+        return ReadOnlyStore(f"{store}: the credentials cannot be used ({error}); check AWS_PROFILE and ~/.aws")
+    if isinstance(error, aws.SSLError):
+        return StoreError(
+            f"{store}: {where} is not trusted ({_first(error)}); check the address, or set AWS_CA_BUNDLE "
+            "to its certificate"
+        )
+    if isinstance(error, aws.ProxyConnectionError):
+        return StoreError(f"{store}: the proxy cannot be reached; check HTTPS_PROXY and NO_PROXY")
+    if isinstance(error, aws.EndpointConnectionError | aws.ConnectTimeoutError):
+        return StoreError(f"{store}: {where} cannot be reached; check the network and AWS_ENDPOINT_URL_S3")
+    if isinstance(error, aws.FlexibleChecksumError):
+        return Damaged(f"{what} in {store} is damaged: its bytes do not have the checksum that was stored with it")
+    if isinstance(error, aws.HTTPClientError | aws.ReadTimeoutError | aws.IncompleteReadError):
+        return StoreError(
+            f"{store}: the connection to {where} failed while trying to {verb} {what}, several times; try again later"
+        )
+    return StoreError(f"{store}: cannot {verb} {what}: {_first(error)}")
+
+
+def _explain_answer(error: aws.ClientError, store: str, bucket: str, where: str, verb: str, what: str) -> StoreError:
+    code, said = error_code(error), str(error.response.get("Error", {}).get("Message", "")).strip().rstrip(".")
+    headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    if code == "NoSuchBucket":
+        return StoreError(f"{store}: {where} has no bucket {bucket}; create it, or give another store with --store")
+    if code == "NoSuchKey" or (code == "404" and verb == "read"):
+        return NotInStore(f"{store} has no {what}")
+    if code in _WRONG_KEY:
+        return ReadOnlyStore(
+            f"{store}: {where} does not accept the credentials ({code}); check AWS_ACCESS_KEY_ID, "
+            "AWS_SECRET_ACCESS_KEY and AWS_PROFILE"
+        )
+    if code in _EXPIRED:
+        return ReadOnlyStore(
+            f"{store}: the credentials have expired ({code}); get new ones, such as by `aws sso login`"
+        )
+    if code in _SKEWED:
+        return StoreError(f"{store}: {_skew(headers)}; set the clock of this machine, such as by turning on NTP")
+    if code in _DENIED:
+        action = _ACTIONS.get(verb, verb)
+        return ReadOnlyStore(
+            f"{store}: no permission to {verb} {what or bucket} ({code}); allow these credentials {action} on the "
+            "bucket (docs/s3.md has a policy)"
+        )
+    if code in _REGION:
+        region = headers.get("x-amz-bucket-region") or error.response.get("Error", {}).get("Region")
+        said = (
+            f"it is in region {region}; set AWS_REGION={region}" if region else "set AWS_REGION to the bucket's region"
+        )
+        return StoreError(f"{store}: bucket {bucket} is not in the region that was asked; {said}")
+    if code in _BUSY:
+        return StoreError(f"{store}: {where} is overloaded ({code}), also after {ATTEMPTS} attempts; try again later")
+    if code in _FULL:
+        return FullStore(
+            f"{store} is full ({code}); free some space, raise the quota, or give another place with --store"
+        )
+    if code in _DIGEST:
+        return Damaged(f"{what} reached {store} with other bytes ({code}): it changed while it was stored")
+    return StoreError(f"{store}: cannot {verb} {what}: {said or 'S3 gave no reason'} ({code})")
+
+
+def _skew(headers: dict[str, str]) -> str:
+    there = server_time(headers)
+    if there is None:
+        return "the clock of this machine differs too much from the server's"
+    off = time.time() - there
+    return f"the clock of this machine is {abs(off):,.0f} s {'ahead of' if off > 0 else 'behind'} the server's"
+
+
+def server_time(headers: dict[str, str]) -> float | None:
+    """The time that an answer states (unix seconds, to one second), None where it states none."""
+    try:
+        return parsedate_to_datetime(headers["date"]).timestamp()
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,46 @@
+"""A real S3 server, started once for a test run and only if a test asks for it, and stores on both backends."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import s3_server as server_module
+
+from stages.artifacts import Store, open_store
+
+BUCKET = "headrace-tests"
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[server_module.Server]:
+    """The server, with an empty bucket `headrace-tests`."""
+    server = server_module.start(tmp_path_factory.mktemp("s3-server"))
+    try:
+        server_module.client(server).create_bucket(Bucket=BUCKET)
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def s3_url(s3_server: server_module.Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """URL of an empty S3 store of this test's own; the environment leads to the server, also in processes it starts."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
+    return f"s3://{BUCKET}/{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where an empty store of this test's own is: a test that takes it runs on a folder and on S3."""
+    return str(tmp_path / "store") if request.param == "folder" else str(request.getfixturevalue("s3_url"))
+
+
+@pytest.fixture
+def store(store_url: str) -> Store:
+    """An empty store, on a folder and on S3."""
+    return open_store(store_url)
