@@ -78,6 +78,12 @@ class BudgetSpent(StageEnd):
     code = ExitCode.BUDGET
 
 
+class RankDone(StageEnd):
+    """Ends every rank but the first once training is over: rank 0 alone saves and publishes."""
+
+    code = ExitCode.DONE
+
+
 class NotIdentity:
     """Marks a config field that does not change what the stage computes: `Annotated[int, NotIdentity()]`."""
 
@@ -139,6 +145,7 @@ class StageConfig(BaseModel):
     INPUTS: ClassVar[dict[str, Input]] = {}
     OUTPUT: ClassVar[str] = "dataset"  # the kind of the main artifact
     SIDE_OUTPUTS: ClassVar[dict[str, str]] = {}  # name -> kind of further artifacts, used in a recipe as "step/name"
+    RANKS: ClassVar[bool] = False  # whether several processes (resources.processes) can run the stage together
     NEEDS_TORCH: ClassVar[bool] = True  # False, in the body of `Config`: the stage starts without waiting for torch
 
     def holds(self) -> str | None:
@@ -252,6 +259,8 @@ class StageContext(Generic[ConfigT]):
         output: empty folder; its files become the stage's artifact.
         work: saved progress under the stage's key.
         scratch: folder for temporary files, removed after the attempt.
+        resources: what the step was given. With `processes` above 1 this process is one of several ranks that run the
+            same code; only the first one's events, progress and output count.
         emit: writes one event to standard output; the process adds "time" and "step", the recipe's name of the step
             (the training step of a metric, resumed or saved event is "at").
         stop: whether a stop was asked for (SIGTERM or SIGINT).

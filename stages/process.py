@@ -57,8 +57,10 @@ from stages.contract import (
     config_class,
 )
 from stages.fingerprint import CodeError, difference, stage_fingerprint
+from stages.ranks import explain, follower_context, run_ranks
 
 CRASHED = 1
+Emit = Callable[[dict[str, Any]], None]
 _LIBRARIES = ("accelerate", "headrace", "numpy", "pyarrow", "safetensors", "tokenizers", "torch", "transformers")
 
 
@@ -147,15 +149,7 @@ def run_spec(path: Path, events: int) -> int:
         return int(ExitCode.REFUSED)
     emit.step = spec.step
     scratch = Path(spec.scratch)
-    try:
-        outcome = _attempt(spec, scratch, emit, stop, begun)
-    except StageEnd as error:
-        outcome = _outcome(error.code, str(error), begun)
-    except (StoreError, CodeError) as error:
-        outcome = _outcome(CRASHED, str(error), begun)
-    except BaseException as error:
-        emit({"type": "log", "level": "error", "text": traceback.format_exc().rstrip()})
-        outcome = _outcome(CRASHED, _one_line(error), begun)
+    outcome = _outcome_of(lambda: _attempt(spec, scratch, emit, stop, begun), emit, begun)
     outcome["seconds"] = round(time.monotonic() - begun, 3)
     _clear(scratch)
     _write_outcome(scratch, {"step": spec.step, **outcome}, emit)
@@ -199,8 +193,21 @@ def _outcome(code: int, message: str, begun: float) -> dict[str, Any]:
     }
 
 
+def _outcome_of(work: Callable[[], dict[str, Any]], emit: Emit, begun: float) -> dict[str, Any]:
+    """The outcome that `work` returns, or that of what it raises."""
+    try:
+        return work()
+    except StageEnd as error:
+        return _outcome(error.code, str(error), begun)
+    except (StoreError, CodeError) as error:
+        return _outcome(CRASHED, str(error), begun)
+    except BaseException as error:
+        emit({"type": "log", "level": "error", "text": traceback.format_exc().rstrip()})
+        return _outcome(CRASHED, _one_line(error), begun)
+
+
 def _clear(scratch: Path) -> None:
-    for name in ("inputs", "output", "side", "work", "tmp"):
+    for name in ("inputs", "output", "side", "work", "tmp", "ranks"):
         remove_folder(scratch / name)
 
 
@@ -247,9 +254,26 @@ def _attempt(spec: StageSpec, scratch: Path, emit: EventStream, stop: StopFlag, 
         step=spec.step,
         side_outputs=side_outputs,
     )
-    _run_and_settle(run, context, work, emit)
-    _check_late_code(spec, config, loaded)
-    return _finish(spec, config, context, store, work, code, emit, started, begun)
+
+    def alone() -> dict[str, Any]:
+        _run_and_settle(run, context, work, emit)
+        _check_late_code(spec, config, loaded)
+        return _finish(spec, config, context, store, work, code, emit, started, begun)
+
+    if spec.resources.processes == 1:
+        return alone()
+
+    def rank(number: int) -> dict[str, Any]:
+        if number == 0:
+            return _outcome_of(alone, emit, begun)
+        follower, log = follower_context(context, scratch / "ranks" / str(number), number)
+        return _outcome_of(lambda: (run(follower), _outcome(ExitCode.DONE, "", begun))[1], log, begun)
+
+    (scratch / "ranks").mkdir()
+    end = run_ranks(spec.resources.processes, rank, scratch / "ranks", stop)
+    if end.outcome is not None and not end.crashed:
+        return end.outcome
+    return _outcome(CRASHED, explain(end), begun)
 
 
 def _run_and_settle(
@@ -292,10 +316,10 @@ def _config(spec: StageSpec) -> StageConfig:
         config = Config.model_validate(spec.config)
     except ValidationError as error:
         raise Refused(f"config of step {spec.step}: {_first_problems(error)}") from None
-    if spec.resources.processes > 1:
+    if spec.resources.processes > 1 and not Config.RANKS:
         raise Refused(
-            f"step {spec.step}: resources.processes is {spec.resources.processes}, and stages train in one process "
-            "for now; leave it at 1"
+            f"step {spec.step}: resources.processes is {spec.resources.processes}, and stage {spec.stage} runs in one "
+            "process; set it to 1"
         )
     for name, wanted in Config.INPUTS.items():
         given = [key for key in spec.inputs if key == name or (wanted.many and key.startswith(name + "."))]
@@ -415,7 +439,7 @@ def _finish(
             identity=config.identity(),
             inputs=spec.inputs,
             code=code,
-            environment=environment(),
+            environment=environment() | {"processes": spec.resources.processes},
             started=started,
             finished=_now(),
             seconds=round(time.monotonic() - begun + work.earlier_seconds, 3),

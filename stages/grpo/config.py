@@ -22,6 +22,8 @@ class Config(TrainingConfig):
         "prompts": Input(("dataset",), holds=("prompt",), description="The prompts, with the columns of the rewards."),
     }
     OUTPUT: ClassVar[str] = "checkpoint"
+    LOSS_IS_POSITIVE: ClassVar[bool] = False
+    REPORTS_ENTROPY: ClassVar[bool] = True
     SIDE_OUTPUTS: ClassVar[dict[str, str]] = {"rollouts": "rollouts"}
 
     train_batch_size: int = Field(

@@ -29,6 +29,7 @@ from stages.sampling.generate import seeded_generator
 from stages.sampling.groups import Sampled, Sampler, score_sampled
 from stages.sampling.rewards import Reward, Scores
 from stages.tokenize.dataset import Prompt
+from stages.training.distributed import rows_per_pass
 from stages.training.loop import Figures, MicroBatch
 from stages.training.order import batch_rows
 
@@ -175,7 +176,7 @@ class GroupObjective:
         weight = max(step_weight(counted, config.loss_type, config.max_completion_length), 1.0)
         rows = [row for row, length in enumerate(lengths) if length and (config.beta or float(advantages[row]))] or [0]
         rows.sort(key=lambda row: len(sampled.prompts[row].prompt_ids) + len(sampled.completions[row].tokens))
-        size = config.micro_batch_size()
+        size = rows_per_pass(config, len(rows))
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         return [self._micro_batch(sampled, advantages, lengths, part, weight / len(parts)) for part in parts]
 

@@ -18,6 +18,7 @@ from stages.modeling.checkpoint import save_checkpoint
 from stages.modeling.logprobs import token_logprobs
 from stages.tokenize.dataset import read_packed
 from stages.training.config import TrainingConfig
+from stages.training.distributed import rows_per_pass
 from stages.training.loop import Figures, MicroBatch, train
 from stages.training.order import batch_rows
 from stages.training.preflight import check_model, check_rows, largest_token
@@ -45,7 +46,7 @@ class CausalLM:
         """The rows of optimiser step `step`; columns that are padding in the whole micro-batch are cut off."""
         config = self.config
         rows = batch_rows(len(self.input_ids), config.train_batch_size, config.seed, step, self.limit)
-        size = config.micro_batch_size()
+        size = rows_per_pass(config, len(rows))
         batches = []
         for start in range(0, len(rows), size):
             part = rows[start : start + size]

@@ -8,7 +8,7 @@ without changing the rates it has used. Nothing here imports torch.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,9 @@ class TrainingConfig(StageConfig):
     """Base of the configs of the training stages."""
 
     OUTPUT = "checkpoint"
+    RANKS = True
+    LOSS_IS_POSITIVE: ClassVar[bool] = True  # whether a spike can be told by the ratio of two losses
+    REPORTS_ENTROPY: ClassVar[bool] = False  # whether training.jsonl has the entropy of what the model says
 
     max_steps: int | None = Field(
         None, ge=1, description="Optimiser steps to take; when empty, as many as num_train_epochs needs."
@@ -71,6 +74,14 @@ class TrainingConfig(StageConfig):
     device: Annotated[Literal["auto", "cpu", "cuda"], NotIdentity()] = Field(
         "auto", description="Where to train; auto takes a GPU when the step was given one."
     )
+    distribution: Annotated[Literal["ddp", "fsdp2"], NotIdentity()] = Field(
+        "ddp",
+        description="With resources.processes above 1: ddp holds the model on every rank, fsdp2 shards weights,"
+        " gradients and optimiser state.",
+    )
+    ddp_timeout: Annotated[int, NotIdentity()] = Field(
+        600, ge=1, description="Seconds that a rank waits for another one before the step fails."
+    )
     gradient_checkpointing: Annotated[bool, NotIdentity()] = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
     )
@@ -88,6 +99,28 @@ class TrainingConfig(StageConfig):
     max_seconds: Annotated[float | None, NotIdentity()] = Field(
         None, gt=0, description="Wall-clock budget over all attempts; the step ends with code 82 once it is spent."
     )
+    tripwire_loss_ratio: Annotated[float | None, NotIdentity()] = Field(
+        None,
+        gt=1,
+        description="End with code 80, saved, when the loss exceeds this many times the median of the 50 steps before.",
+    )
+    tripwire_grad_norm: Annotated[float | None, NotIdentity()] = Field(
+        None, gt=0, description="End with code 80, saved, when the gradient's norm (before clipping) exceeds this."
+    )
+    tripwire_entropy: Annotated[float | None, NotIdentity()] = Field(
+        None, ge=0, description="End with code 80, saved, when the entropy of the samples (nats a token) is below this."
+    )
+
+    @model_validator(mode="after")
+    def _check_tripwires(self) -> TrainingConfig:
+        if self.tripwire_entropy is not None and not self.REPORTS_ENTROPY:
+            raise ValueError("tripwire_entropy is of no use here: only grpo knows an entropy; remove it")
+        if self.tripwire_loss_ratio is not None and not self.LOSS_IS_POSITIVE:
+            raise ValueError(
+                "tripwire_loss_ratio is of no use here: the loss of grpo is about zero by construction; "
+                "use tripwire_entropy or tripwire_grad_norm"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_sizes(self) -> TrainingConfig:

@@ -115,7 +115,7 @@ def test_rows_without_targets_among_others_are_passed_over(attempt, tmp_path):
     assert all(5 < loss < 6 for loss in losses)  # ln 260 = 5.56
 
 
-def test_a_gpu_that_is_not_there_and_more_processes_than_one_are_refused():
+def test_a_gpu_that_is_not_there_is_refused():
     import torch
 
     if not torch.cuda.is_available():
@@ -123,8 +123,6 @@ def test_a_gpu_that_is_not_there_and_more_processes_than_one_are_refused():
             prepare(Resources(gpus=1), 0)
         with pytest.raises(Refused, match="device: cuda, but"):
             prepare(Resources(), 0, "cuda")
-    with pytest.raises(Refused, match=r"resources\.processes is 2"):
-        prepare(Resources(processes=2), 0)
 
 
 @pytest.mark.parametrize(
