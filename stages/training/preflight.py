@@ -96,12 +96,6 @@ def check_room(context: StageContext[Any], config: TrainingConfig, model: Any) -
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
     trained = sum(param.numel() * param.element_size() for param in model.parameters() if param.requires_grad)
     state = trained * (1 if config.optimizer == "muon" else 2)
-    disk, free = 2 * weights + state, shutil.disk_usage(context.scratch).free
-    if disk > free:
-        raise Refused(
-            f"a snapshot and the checkpoint take {_gib(disk)} of disk, and {context.scratch} has {_gib(free)} free; "
-            "free some, or keep the store on a larger disk"
-        )
     on_gpu = model.device.type == "cuda"
     copies = 1 if on_gpu or config.distribution == "fsdp2" else world_size()
     memory = (trained + state) * copies // (world_size() if on_gpu and config.distribution == "fsdp2" else 1)
@@ -111,6 +105,12 @@ def check_room(context: StageContext[Any], config: TrainingConfig, model: Any) -
             f"gradients and optimiser state take {_gib(memory)} of {'GPU ' if on_gpu else ''}memory, before any "
             f"activation, and {_gib(available)} are free; train a smaller model, or use a larger machine or, with "
             "several processes, distribution: fsdp2"
+        )
+    disk, free = 2 * weights + state, shutil.disk_usage(context.scratch).free
+    if disk > free:
+        raise Refused(
+            f"a snapshot and the checkpoint take {_gib(disk)} of disk, and {context.scratch} has {_gib(free)} free; "
+            "free some, or keep the store on a larger disk"
         )
 
 

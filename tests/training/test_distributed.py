@@ -2,140 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import queue
 import signal
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from small_runs import folder_bytes, make_dataset
+from small_runs import folder_bytes
+from stage_server import Stages
 
-from stages.artifacts import WorkArea, fetch, open_store, publish, results
-
-ROOT = Path(__file__).parents[2]
 BOTH = pytest.mark.parametrize("distribution", ["ddp", "fsdp2"])
-
-
-class Stages:
-    """A fork server, a store with one dataset, and stages that run in it to their end."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.count, self.name = folder, 0, ""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "stages", "serve"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        self.answers: queue.Queue[dict] = queue.Queue()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-        self.store = open_store(folder / "store")
-        self.data = publish(self.store, make_dataset(folder / "data", rows=24), "dataset")
-        self.pids: list[int] = []
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.answers.put(json.loads(line))
-
-    def answer(self, kind: str) -> dict:
-        while (answer := self.answers.get(timeout=120))["type"] != kind:
-            assert answer["type"] != "refused", answer
-        return answer
-
-    def start(self, key: str, processes: int = 2, stage: str = "training_stages.ranked", **config) -> str:
-        self.count += 1
-        name = self.name = f"run-{self.count}"
-        folder = self.folder / name
-        folder.mkdir()
-        settings = {"train_batch_size": 8, "learning_rate": 1e-2, "save_seconds": 0, "device": "cpu"}
-        spec = {
-            "stage": stage,
-            "step": name,
-            "run": "run",
-            "key": key,
-            "config": settings | config,
-            "inputs": {"data": self.data},
-            "store": str(self.folder / "store"),
-            "scratch": str(folder / "scratch"),
-            "resources": {"processes": processes, "threads": 1},
-            "python_path": [str(self.folder / "code")],
-        }
-        (folder / "spec.json").write_text(json.dumps(spec))
-        request = {"id": name, "spec": str(folder / "spec.json"), "events": str(folder / "events")}
-        self.process.stdin.write(json.dumps(request | {"stderr": str(folder / "stderr")}) + "\n")
-        self.process.stdin.flush()
-        self.pids.append(self.answer("started")["pid"])
-        return name
-
-    def wait(self, name: str) -> dict:
-        """The outcome of a stage that has been started."""
-        answer = self.answer("exited")
-        assert answer["id"] == name
-        outcome = json.loads((self.folder / name / "scratch" / "outcome.json").read_text())
-        assert answer["code"] == outcome["code"], (self.folder / name / "stderr").read_text()
-        return outcome
-
-    def run(self, key: str, processes: int = 2, **config) -> dict:
-        return self.wait(self.start(key, processes, **config))
-
-    def events(self, name: str, kind: str) -> list[dict]:
-        text = (self.folder / name / "events").read_text()
-        return [event for event in map(json.loads, text.splitlines()) if event["type"] == kind]
-
-    def ranks(self, name: str, after_step: int) -> list[int]:
-        """The processes of the ranks, once the run has done some steps."""
-        deadline = time.monotonic() + 60
-        while not any(event["at"] >= after_step for event in self.events(name, "metric")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        leader = self.pids[-1]
-        return [int(pid) for pid in Path(f"/proc/{leader}/task/{leader}/children").read_text().split()]
-
-    def output(self, outcome: dict) -> Path:
-        """A folder with the artifact of an outcome."""
-        assert outcome["code"] == 0, outcome
-        folder = self.folder / f"artifact-{self.count}"
-        if not folder.exists():
-            fetch(self.store, outcome["artifact"], folder)
-        return folder
-
-    def records(self, outcome: dict) -> list[dict]:
-        return [json.loads(line) for line in (self.output(outcome) / "training.jsonl").read_text().splitlines()]
-
-    def progress(self, key: str) -> tuple[int, Path]:
-        """The saved progress under a key."""
-        self.count += 1
-        return WorkArea(self.store, key, self.folder / f"restored-{self.count}").latest()
-
-
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    package = folder / "code" / "training_stages"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "ranked").symlink_to(Path(__file__).parent / "ranked")
-    stages = Stages(folder)
-    yield stages
-    for pid in stages.pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    stages.process.kill()
-    stages.process.wait()
-    stages.reader.join(20)
-    stages.process.stdin.close()
-    stages.process.stdout.close()
 
 
 def losses(records: list[dict]) -> list[float]:
@@ -299,3 +176,37 @@ def test_a_rank_that_hangs_is_given_up_after_ddp_timeout(stages):
     outcome = stages.run("02" * 8, max_steps=4, trouble="hang", ddp_timeout=3)
     assert (outcome["code"], outcome["state"]) == (1, "crashed")
     assert outcome["message"].startswith("rank 0 crashed: ")
+
+
+def test_no_rank_outlives_the_stage_process(stages):
+    name = stages.start("09" * 8, max_steps=500, pause=0.1, logging_steps=1)
+    ranks = stages.ranks(name, after_step=1)
+    assert len(ranks) == 2
+    os.kill(stages.pids[-1], signal.SIGKILL)
+    assert stages.answer("exited")["signal"] == "SIGKILL"
+    deadline = time.monotonic() + 30
+    while any(running(pid) for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_signal_to_the_stage_process_stops_all_ranks(stages):
+    name = stages.start("75" * 7, max_steps=500, pause=0.1, logging_steps=1)
+    stages.ranks(name, after_step=1)
+    os.kill(stages.pids[-1], signal.SIGTERM)
+    outcome = stages.wait(name)
+    assert outcome["code"] == 75
+    assert outcome["message"] == f"saved at step {stages.progress('75' * 7)[0]} of 500"
+
+
+def test_a_stage_that_cannot_use_ranks_refuses_them(stages):
+    outcome = stages.run("77" * 8, 2, stage="evaluate", inputs={"nothing": stages.data})
+    assert outcome["code"] == 83

@@ -20,7 +20,6 @@ class Config(TrainingConfig):
     trouble_rank: Annotated[int, NotIdentity()] = 1
     trouble_step: Annotated[int, NotIdentity()] = 3
     pause: Annotated[float, NotIdentity()] = 0.0
-    batches: list[
-        tuple[float, float]
-    ] = []  # weight and summed loss of the micro-batches of every step, instead of rows
+    # Instead of rows: weight and summed loss of the micro-batches of every step.
+    batches: tuple[tuple[float, float], ...] = ()
     dropout: float = Field(0.0, ge=0)
