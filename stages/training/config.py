@@ -37,9 +37,10 @@ class TrainingConfig(StageConfig):
     )
 
     learning_rate: float = Field(1e-4, ge=0, description="Peak learning rate.")
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = Field(
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "cosine_with_restarts", "wsd"] = Field(
         "cosine", description="How the rate falls after the warmup; wsd is warmup, stable, then a linear decay."
     )
+    num_cycles: int = Field(1, ge=1, description="For cosine_with_restarts: how often the rate falls from its peak.")
     warmup_steps: int | None = Field(
         None, ge=0, description="Steps of linear warmup; when empty, warmup_ratio says how many."
     )
@@ -50,8 +51,10 @@ class TrainingConfig(StageConfig):
         None, ge=1, description="Horizon of the schedule in steps; the length of the run when empty."
     )
 
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: Muon on the hidden matrices, AdamW on embeddings, head, norms and biases."
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = Field(
+        "adamw",
+        description="muon: Muon on the hidden matrices, AdamW on embeddings, head, norms and biases; adamw_8bit: AdamW"
+        " with its state in 8 bits, from torchao.",
     )
     weight_decay: float = Field(
         0.0, ge=0, description="Decoupled weight decay; norms, biases and embeddings never decay."
@@ -84,6 +87,12 @@ class TrainingConfig(StageConfig):
     )
     gradient_checkpointing: Annotated[bool, NotIdentity()] = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
+    )
+    # Compiled kernels round differently, as another device does; so it is no more identity than `device` is.
+    torch_compile: Annotated[bool, NotIdentity()] = Field(
+        False,
+        description="Compile the decoder layers: faster steps after minutes of compiling. A run that is interrupted"
+        " then ends with equal weights up to rounding, not to the byte.",
     )
     save_steps: Annotated[int | None, NotIdentity()] = Field(
         None, ge=1, description="Save progress every so many steps."
@@ -149,3 +158,23 @@ class TrainingConfig(StageConfig):
     def total_rows(self, rows: int) -> int:
         """Rows that a run by epochs sees, repeats counted."""
         return max(1, round(self.num_train_epochs * rows))
+
+
+class TokenLossConfig(TrainingConfig):
+    """What pretrain and sft add: the shape of the loss of a token, and its measurement on held-out rows."""
+
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="Share of each label that is spread over the whole vocabulary."
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the squared log of the softmax's denominator, which keeps logits small; 1e-4 is usual.",
+    )
+    # What it computes is written into training.jsonl, so it is identity, although the weights are the same without it.
+    eval_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between measurements of the loss on the validation split (eval_loss in training.jsonl), also"
+        " measured after the last step; never when empty.",
+    )

@@ -186,6 +186,12 @@ class Trained:
             for name, param in self.model.named_parameters():
                 param.data = whole(self.parameters[name]).detach().clone()
 
+    def finish(self) -> None:
+        """Training is over: `model` has the whole trained weights and is an ordinary model again."""
+        for layer in decoder_layers(self.model):
+            layer._compiled_call_impl = None  # what compiling a module in place sets, and all that it sets
+        self.gather()
+
     def release(self) -> None:
         """Let go of the weights that `gather` collected."""
         if self.sharded:
@@ -204,7 +210,13 @@ class _Wrapped(torch.nn.Module):
         return function(self.model, batch)
 
 
-def wrap(model: Any, distribution: Literal["ddp", "fsdp2"]) -> Trained:
+def decoder_layers(model: torch.nn.Module) -> list[Any]:
+    """The blocks that a transformers model says are not to be split over devices: its decoder layers."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def wrap(model: Any, distribution: Literal["ddp", "fsdp2"], *, compiled: bool = False) -> Trained:
     """Distribute a model over the ranks; with one rank it stays as it is.
 
     - ddp: every rank holds the whole model; gradients are averaged while the last backward pass of a step runs.
@@ -216,11 +228,16 @@ def wrap(model: Any, distribution: Literal["ddp", "fsdp2"]) -> Trained:
     Args:
         model: a transformers causal LM on this rank's device, with the same weights on every rank.
         distribution: how; of no effect with one rank.
+        compiled: compile the decoder layers, one by one: they are alike, and so compiled once.
     """
+    if world_size() == 1 or distribution == "ddp":
+        has_plain_head(model)  # compared now: later, this forward pass would run inside another one
+        if compiled:
+            for layer in decoder_layers(model):
+                layer.compile()
     if world_size() == 1:
         return Trained(model, model, dict(model.named_parameters()))
     if distribution == "ddp":
-        has_plain_head(model)  # compared now: later, this forward pass would run inside another one
         wrapper = torch.nn.parallel.DistributedDataParallel(
             _Wrapped(model), broadcast_buffers=False, gradient_as_bucket_view=True
         )
@@ -229,10 +246,10 @@ def wrap(model: Any, distribution: Literal["ddp", "fsdp2"]) -> Trained:
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
     has_plain_head(twin)
     mesh = init_device_mesh(model.device.type, (world_size(),))
-    layers = set(getattr(model, "_no_split_modules", None) or ())
-    for module in twin.modules():
-        if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh)
+    for layer in decoder_layers(twin):
+        if compiled:
+            layer.compile()
+        fully_shard(layer, mesh=mesh)
     sharded: Any = fully_shard(_Wrapped(twin), mesh=mesh)
     shards = [module for module in sharded.modules() if isinstance(module, FSDPModule)]
     trained = Trained(model, twin, dict(twin.named_parameters()), sharded, shards)

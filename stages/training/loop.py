@@ -19,7 +19,8 @@ import json
 import math
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,6 +61,21 @@ class MicroBatch:
     tokens: int = 0
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Data that is measured and not trained on.
+
+    Attributes:
+        every: steps between measurements.
+        batches: all of it, with the number of targets as weights.
+        loss: the summed loss over a batch's targets.
+    """
+
+    every: int
+    batches: list[MicroBatch]
+    loss: Callable[[Any, MicroBatch], Tensor]
+
+
 class Objective(Protocol):
     """What a stage trains: its data and its loss.
 
@@ -97,6 +113,7 @@ def train(
     objective: Objective,
     *,
     total_steps: int,
+    held_out: HeldOut | None = None,
 ) -> dict[str, float]:
     """Train `model` in place for `total_steps` optimiser steps, going on from saved progress where there is any.
 
@@ -110,10 +127,11 @@ def train(
         tokenizer: unused by the loop itself; objectives that generate hold their own.
         objective: data and loss.
         total_steps: optimiser steps of the whole run.
+        held_out: measured every so many steps and after the last one, as `eval_loss`.
 
     Returns:
-        Final metrics: loss (mean over the last tenth of the steps, at most 50), steps, skipped_steps, and
-        tokens_per_second where this attempt took a step.
+        Final metrics: loss (mean over the last tenth of the steps, at most 50), steps, skipped_steps, eval_loss where
+        it was measured, and tokens_per_second where this attempt took a step.
 
     Raises:
         Refused: fp16 is asked for on a CPU, or disk or memory cannot suffice.
@@ -133,7 +151,7 @@ def train(
         enable({"use_reentrant": False})
     device, ranks = model.device, distributed.world_size()
     distributed.connect(device, config.ddp_timeout)
-    trained = distributed.wrap(model, config.distribution)
+    trained = distributed.wrap(model, config.distribution, compiled=config.torch_compile)
     optimizers = make_optimizers(trained.module, config)
     scale = LossScale.of(config.mixed_precision)
     records = context.output / RECORDS
@@ -215,6 +233,8 @@ def train(
                 **figures_now,
                 **objective.metrics(),
             }
+            if held_out is not None and (progress.step % held_out.every == 0 or progress.step == total_steps):
+                record["eval_loss"] = _measure(trained, config, held_out)
             record = {name: value if math.isfinite(value) else None for name, value in record.items()}
             if not finite:
                 record["skipped"] = True
@@ -225,10 +245,23 @@ def train(
                 context.log(f"step {progress.step} skipped: loss {mean_loss}, gradient norm {grad_norm}", "warning")
 
     context.work.wait()
-    trained.gather()
+    trained.finish()
     if distributed.rank() != 0:
         raise RankDone("trained; rank 0 saves and publishes")
     return _final_metrics(records, progress) | display.speed()
+
+
+def _measure(trained: Trained, config: TrainingConfig, held_out: HeldOut) -> float:
+    """The mean loss over the targets of held-out data, each rank measuring its share."""
+    device, summed = trained.model.device, 0.0
+    with distributed.evaluating(trained):
+        for _, batch, counts in distributed.my_share(held_out.batches):
+            moved = replace(batch, tensors={name: tensor.to(device) for name, tensor in batch.tensors.items()})
+            with autocast(device, config.mixed_precision):
+                loss = trained.run(held_out.loss, moved)
+            summed += float(loss) * counts
+    total = distributed.total(torch.tensor([summed], dtype=torch.float64))
+    return float(total) / sum(batch.weight for batch in held_out.batches)
 
 
 def _restore(
@@ -373,4 +406,6 @@ def _final_metrics(records: Path, progress: Progress) -> dict[str, float]:
     metrics = {"steps": float(progress.step), "skipped_steps": float(progress.skipped)}
     if losses:
         metrics["loss"] = sum(losses) / len(losses)
+    if lines and (measured := json.loads(lines[-1]).get("eval_loss")) is not None:
+        metrics["eval_loss"] = measured
     return metrics
