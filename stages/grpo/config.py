@@ -30,7 +30,7 @@ class Config(TrainingConfig):
         256, ge=1, description="Completions of one optimiser step: prompts of the step times num_generations."
     )
     learning_rate: float = Field(1e-6, ge=0, description="Peak learning rate.")
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = Field(
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "cosine_with_restarts", "wsd"] = Field(
         "constant", description="How the rate falls after the warmup."
     )
     reward_funcs: list[ImportPath] = Field(min_length=1, description="Reward functions, each module:function.")
