@@ -23,7 +23,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 KINDS = ("source", "dataset", "checkpoint", "logprobs", "rollouts", "report")
 
@@ -208,10 +208,16 @@ class Resources(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     gpus: int = Field(0, ge=0, description="GPUs given to the step; 0 trains on the CPU.")
-    processes: int = Field(1, ge=1, description="Ranks that train together.")
-    threads: int | None = Field(None, ge=1, description="CPU threads for tensor operations; all cores when empty.")
+    processes: int = Field(1, ge=1, description="Ranks that train together, each on a GPU of its own where there are any.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of a rank; when empty, its share of all cores.")
     memory: str | None = Field(None, description="Memory limit, such as 8GiB.")
     shm: str | None = Field(None, description="Shared memory of a container, such as 1GiB.")
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Resources:
+        if self.gpus and self.processes > self.gpus:
+            raise ValueError(f"{self.processes} processes cannot share {self.gpus} gpus: each needs one of its own")
+        return self
 
 
 class StageSpec(BaseModel):

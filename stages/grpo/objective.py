@@ -31,7 +31,7 @@ from stages.sampling.generate import Completion, seeded_generator
 from stages.sampling.groups import Sampled, Sampler, score_sampled
 from stages.sampling.rewards import Reward, Scores
 from stages.tokenize.dataset import Prompt
-from stages.training.distributed import all_gather, from_main, my_part, rows_per_pass
+from stages.training.distributed import all_gather, from_main, my_part, my_share, rows_per_pass
 from stages.training.loop import Figures, MicroBatch
 from stages.training.order import batch_rows
 
@@ -187,11 +187,23 @@ class GroupObjective:
         rows.sort(key=lambda row: len(sampled.prompts[row].prompt_ids) + len(sampled.completions[row].tokens))
         size = rows_per_pass(config, len(rows))
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        return [self._micro_batch(sampled, advantages, lengths, part, weight / len(parts)) for part in parts]
+        # Batches that stay open between steps are saved, and so rank 0 needs them whole; others need what they compute.
+        mine = {number for number, _, _ in my_share(parts)} if config.num_iterations == 1 else range(len(parts))
+        return [
+            self._micro_batch(sampled, advantages, lengths, part, weight / len(parts), number in mine)
+            for number, part in enumerate(parts)
+        ]
 
     def _micro_batch(
-        self, sampled: Sampled, advantages: Tensor, lengths: Sequence[int], rows: Sequence[int], weight: float
+        self,
+        sampled: Sampled,
+        advantages: Tensor,
+        lengths: Sequence[int],
+        rows: Sequence[int],
+        weight: float,
+        compared: bool,
     ) -> MicroBatch:
+        """A forward pass of these rows; `compared`: with what other models say of them."""
         tensors = completion_batch(
             [(sampled.prompts[row].prompt_ids, sampled.completions[row].tokens) for row in rows], self.sampler.pad_id
         )
@@ -204,9 +216,9 @@ class GroupObjective:
         tensors["advantages"] = advantages[list(rows)]
         tensors = {name: tensor.to(self.model.device) for name, tensor in tensors.items()}
         with torch.no_grad():
-            if self.config.num_iterations > 1:
+            if compared and self.config.num_iterations > 1:
                 tensors["old_logprobs"] = self._logprobs(self.model, tensors)
-            if self.config.beta:
+            if compared and self.config.beta:
                 tensors["ref_logprobs"] = self._logprobs(self.reference, tensors)
         return MicroBatch(tensors, weight, int(tensors["attention_mask"].sum()))
 

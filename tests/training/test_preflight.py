@@ -125,6 +125,12 @@ def test_a_gpu_that_is_not_there_is_refused():
             prepare(Resources(), 0, "cuda")
 
 
+def test_more_processes_than_gpus_are_refused():
+    with pytest.raises(ValueError, match="2 processes cannot share 1 gpus: each needs one of its own"):
+        Resources(gpus=1, processes=2)
+    assert Resources(processes=2).processes == 2  # on the CPU
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
