@@ -119,6 +119,28 @@ class _Collect(torch.autograd.Function):
         return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, slot, grad), None
 
 
+@torch.compiler.disable  # its control flow follows the lengths of the documents, which differ from batch to batch
+def _attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: float, scaling: float | None) -> Tensor:
+    """Causal attention within each document: [tokens, heads, size] each, and so the result."""
+    # Autocast casts the inputs of PyTorch's own attention, but not those of a custom operator.
+    dtype = torch.get_autocast_dtype("cuda") if q.is_cuda and torch.is_autocast_enabled("cuda") else q.dtype
+    if q.is_cuda and dtype in (torch.float16, torch.bfloat16) and not dropout:
+        return _flash(q.to(dtype), k.to(dtype), v.to(dtype), documents, scaling)
+    if documents.source is None or documents.slot is None:
+        ((count, length),) = documents.groups
+        return _causal(q, k, v, count, length, dropout, scaling)
+    q, k, v = (_Spread.apply(tensor, documents.source, documents.slot) for tensor in (q, k, v))
+    sizes = [count * length for count, length in documents.groups]
+    parts = [
+        _causal(q_part, k_part, v_part, count, length, dropout, scaling)
+        for q_part, k_part, v_part, (count, length) in zip(
+            q.split(sizes), k.split(sizes), v.split(sizes), documents.groups, strict=True
+        )
+    ]
+    collected: Tensor = _Collect.apply(torch.cat(parts), documents.slot)
+    return collected
+
+
 def documents_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -148,23 +170,8 @@ def documents_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    q, k, v = (tensor.transpose(1, 2)[0] for tensor in (query, key, value))  # [tokens, heads, size]
-    # Autocast casts the inputs of PyTorch's own attention, but not those of a custom operator.
-    dtype = torch.get_autocast_dtype("cuda") if q.is_cuda and torch.is_autocast_enabled("cuda") else q.dtype
-    if q.is_cuda and dtype in (torch.float16, torch.bfloat16) and not dropout:
-        return _flash(q.to(dtype), k.to(dtype), v.to(dtype), documents, scaling)[None], None
-    if documents.source is None or documents.slot is None:
-        ((count, length),) = documents.groups
-        return _causal(q, k, v, count, length, dropout, scaling)[None], None
-    q, k, v = (_Spread.apply(tensor, documents.source, documents.slot) for tensor in (q, k, v))
-    sizes = [count * length for count, length in documents.groups]
-    parts = [
-        _causal(q_part, k_part, v_part, count, length, dropout, scaling)
-        for q_part, k_part, v_part, (count, length) in zip(
-            q.split(sizes), k.split(sizes), v.split(sizes), documents.groups, strict=True
-        )
-    ]
-    return _Collect.apply(torch.cat(parts), documents.slot)[None], None
+    q, k, v = (tensor.transpose(1, 2)[0] for tensor in (query, key, value))
+    return _attend(q, k, v, documents, dropout, scaling)[None], None
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, count: int, length: int, dropout: float, scaling: float | None) -> Tensor:
