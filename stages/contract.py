@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-KINDS = ("source", "dataset", "checkpoint", "logprobs", "rollouts", "report")
+KINDS = ("source", "dataset", "checkpoint", "logprobs", "rollouts", "report", "adapter")
 
 
 class ExitCode(IntEnum):
@@ -208,7 +208,9 @@ class Resources(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     gpus: int = Field(0, ge=0, description="GPUs given to the step; 0 trains on the CPU.")
-    processes: int = Field(1, ge=1, description="Ranks that train together, each on a GPU of its own where there are any.")
+    processes: int = Field(
+        1, ge=1, description="Ranks that train together, each on a GPU of its own where there are any."
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of a rank; when empty, its share of all cores.")
     memory: str | None = Field(None, description="Memory limit, such as 8GiB.")
     shm: str | None = Field(None, description="Shared memory of a container, such as 1GiB.")
@@ -262,6 +264,7 @@ class StageContext(Generic[ConfigT]):
     Attributes:
         config: the validated config of the stage.
         inputs: input name -> folder with the verified files of that artifact.
+        digests: input name -> digest of that artifact, where it is known.
         output: empty folder; its files become the stage's artifact.
         work: saved progress under the stage's key.
         scratch: folder for temporary files, removed after the attempt.
@@ -283,6 +286,7 @@ class StageContext(Generic[ConfigT]):
     step: str = ""
     side_outputs: dict[str, Path] = field(default_factory=dict)
     final_metrics: dict[str, float] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
 
     @property
     def stop_requested(self) -> bool:

@@ -66,9 +66,7 @@ def run_ranks(
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        raise RuntimeError(
-            "the stage uses a GPU when it is imported, so no rank can be forked; move that into run"
-        )
+        raise RuntimeError("the stage uses a GPU when it is imported, so no rank can be forked; move that into run")
     running = {rank: _start(rank, count, body, folder) for rank in range(count)}
     ended: list[RankEnd] = []
     deadline, killed, told = None, False, False
