@@ -253,6 +253,7 @@ def _attempt(spec: StageSpec, scratch: Path, emit: EventStream, stop: StopFlag, 
         stop=stop,
         step=spec.step,
         side_outputs=side_outputs,
+        digests=dict(spec.inputs),
     )
 
     def alone() -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Config(TrainingConfig):
     OUTPUT: ClassVar[str] = "checkpoint"
     LOSS_IS_POSITIVE: ClassVar[bool] = False
     REPORTS_ENTROPY: ClassVar[bool] = True
-    SIDE_OUTPUTS: ClassVar[dict[str, str]] = {"rollouts": "rollouts"}
+    SIDE_OUTPUTS: ClassVar[dict[str, str]] = {"rollouts": "rollouts", "adapter": "adapter"}
 
     train_batch_size: int = Field(
         256, ge=1, description="Completions of one optimiser step: prompts of the step times num_generations."
@@ -33,6 +33,7 @@ class Config(TrainingConfig):
     lr_scheduler_type: Literal["constant", "linear", "cosine", "cosine_with_restarts", "wsd"] = Field(
         "constant", description="How the rate falls after the warmup."
     )
+    disable_dropout: bool = Field(True, description="Train without dropout: sampler and trainer must agree.")
     reward_funcs: list[ImportPath] = Field(min_length=1, description="Reward functions, each module:function.")
     reward_weights: list[float] | None = Field(None, description="Weight of each reward function; 1 when empty.")
     num_generations: int = Field(8, ge=2, description="Completions of each prompt: the group that is compared.")

@@ -34,6 +34,11 @@ def has_plain_head(model: torch.nn.Module) -> bool:
     return _plain_heads[model]
 
 
+def forget_head(model: torch.nn.Module) -> None:
+    """Look anew the next time, for the model's output layer may have been replaced."""
+    _plain_heads.pop(model, None)
+
+
 def _compare_head(model: Any) -> bool:
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):

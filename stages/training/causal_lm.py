@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from stages.contract import Refused, StageContext
-from stages.modeling.checkpoint import save_checkpoint
 from stages.modeling.logprobs import token_loss
+from stages.modeling.lora import add_adapter
 from stages.tokenize.dataset import read_packed
 from stages.training.config import TokenLossConfig, TrainingConfig
 from stages.training.distributed import rows_per_pass
+from stages.training.finish import finish
 from stages.training.loop import Figures, HeldOut, MicroBatch, train
 from stages.training.order import batch_rows
 from stages.training.preflight import check_model, check_rows, largest_token
@@ -150,6 +151,7 @@ def train_on_packed(
         packed=bool((rows.segment_ids > 1).any()),
         what="input data",
     )
+    adapted = add_adapter(model, config.lora, config.seed)
     objective = CausalLM(
         rows.input_ids,
         rows.segment_ids,
@@ -168,4 +170,4 @@ def train_on_packed(
         held_out=held_out(data, config),
     )
     context.summary(**metrics)
-    save_checkpoint(model, tokenizer, context.output)
+    finish(context, model, tokenizer, adapted)

@@ -10,15 +10,29 @@ from __future__ import annotations
 import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from stages.contract import NotIdentity, StageConfig
+
+
+class LoRA(BaseModel):
+    """Train low-rank adapters and freeze the model's own weights; the checkpoint has them merged."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    r: int = Field(16, ge=1, description="Rank of the adapters.")
+    alpha: float = Field(32.0, gt=0, description="Their update counts alpha / r times.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before an adapter.")
+    target_modules: list[str] | None = Field(
+        None, min_length=1, description="Names of the layers to adapt; every linear layer but the head when empty."
+    )
 
 
 class TrainingConfig(StageConfig):
     """Base of the configs of the training stages."""
 
     OUTPUT = "checkpoint"
+    SIDE_OUTPUTS: ClassVar[dict[str, str]] = {"adapter": "adapter"}  # there with `lora` alone
     RANKS = True
     LOSS_IS_POSITIVE: ClassVar[bool] = True  # whether a spike can be told by the ratio of two losses
     REPORTS_ENTROPY: ClassVar[bool] = False  # whether training.jsonl has the entropy of what the model says
@@ -69,6 +83,8 @@ class TrainingConfig(StageConfig):
     muon_steps: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations of Muon.")
     max_grad_norm: float = Field(1.0, ge=0, description="Clip the gradient's norm to this; 0 does not clip.")
 
+    lora: LoRA | None = Field(None, description="Train low-rank adapters instead of all weights.")
+
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of initial weights, data order and dropout.")
     mixed_precision: Literal["no", "bf16", "fp16"] = Field(
         "no", description="Precision of matrix products; weights and optimiser state stay fp32. On CPU, no is fastest."
@@ -104,6 +120,9 @@ class TrainingConfig(StageConfig):
     )
     logging_steps: Annotated[int, NotIdentity()] = Field(
         10, ge=1, description="Steps between live metrics; training.jsonl always has every step."
+    )
+    report_to: Annotated[list[Literal["tensorboard", "mlflow", "wandb", "trackio"]], NotIdentity()] = Field(
+        [], description="Trackers that are shown every logging_steps; addresses and secrets come from the environment."
     )
     max_seconds: Annotated[float | None, NotIdentity()] = Field(
         None, gt=0, description="Wall-clock budget over all attempts; the step ends with code 82 once it is spent."

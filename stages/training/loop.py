@@ -38,6 +38,8 @@ from stages.training.precision import LossScale, autocast
 from stages.training.preflight import check_room
 from stages.training.resume import OtherFormat, Progress, read_snapshot, write_snapshot
 from stages.training.schedule import learning_rate_factor
+from stages.training.throughput import flops_per_token, peak_memory, utilisation
+from stages.training.trackers import Trackers, start_trackers
 
 RECORDS = "training.jsonl"
 SAVE_SHARE = 0.02  # saving by time may cost this share of a run
@@ -165,7 +167,8 @@ def train(
     trained.module.train()
 
     before, started = progress.seconds, time.monotonic()
-    display = _Display(context, config, progress.step, total_steps)
+    trackers = start_trackers(context, config, main=distributed.rank() == 0)
+    display = _Display(context, config, model, progress.step, total_steps, trackers)
     with records.open("a", encoding="utf-8") as lines:
         while True:
             progress.seconds = before + time.monotonic() - started
@@ -177,6 +180,7 @@ def train(
             if decision.ending is not None:
                 if decision.save:
                     context.work.wait()
+                trackers.close()
                 raise decision.ending
             if progress.step >= total_steps:
                 break
@@ -245,6 +249,7 @@ def train(
                 context.log(f"step {progress.step} skipped: loss {mean_loss}, gradient norm {grad_norm}", "warning")
 
     context.work.wait()
+    trackers.close()
     trained.finish()
     if distributed.rank() != 0:
         raise RankDone("trained; rank 0 saves and publishes")
@@ -371,8 +376,18 @@ class _Saver:
 class _Display:
     """Live progress and metrics; nothing here enters the artifact."""
 
-    def __init__(self, context: StageContext[Any], config: TrainingConfig, step: int, total_steps: int) -> None:
+    def __init__(
+        self,
+        context: StageContext[Any],
+        config: TrainingConfig,
+        model: Any,
+        step: int,
+        total_steps: int,
+        trackers: Trackers,
+    ) -> None:
         self.context = context
+        self.trackers = trackers
+        self.device, self.flops = model.device, flops_per_token(model)
         self.every = config.logging_steps
         self.total_steps = total_steps
         self.first_step = step
@@ -393,10 +408,17 @@ class _Display:
         if last or step % self.every == 0:
             values = {name: float(value) for name, value in record.items() if name != "step" and value is not None}
             self.context.metric(step, **values)
+            self.trackers.log(record, **self.speed())
 
     def speed(self) -> dict[str, float]:
         seconds = time.monotonic() - self.begin
-        return {"tokens_per_second": self.tokens / seconds} if self.tokens and seconds > 0 else {}
+        figures = {"memory_bytes": float(peak_memory(self.device))}
+        if self.tokens and seconds > 0:
+            rate = figures["tokens_per_second"] = self.tokens / seconds
+            mfu = utilisation(self.flops, rate, self.device, distributed.world_size())
+            if mfu is not None:
+                figures["mfu"] = mfu
+        return figures
 
 
 def _final_metrics(records: Path, progress: Progress) -> dict[str, float]:

@@ -52,10 +52,10 @@ class Progress:
 
 
 def _model_tensors(trained: Trained) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, tied ones once."""
+    """Trained parameters and persistent buffers by name, tied ones once; frozen ones are as they were loaded."""
     kept = set(trained.model.state_dict(keep_vars=True))
     buffers = {name: buffer for name, buffer in trained.module.named_buffers() if name in kept}
-    return trained.parameters | buffers
+    return {name: param for name, param in trained.parameters.items() if param.requires_grad} | buffers
 
 
 def _random_streams() -> tuple[dict[str, Any], dict[str, Tensor]]:
