@@ -32,7 +32,10 @@ ArtifactName = Annotated[
     str, typer.Argument(metavar="ARTIFACT", help="A step (grpo), step/output, RUN/step, reference, or digest.")
 ]
 StoreUrl = Annotated[
-    str, typer.Option("--store", envvar="HEADRACE_STORE", metavar="URL", help="The artifact store: a folder, or s3://bucket/prefix.")
+    str,
+    typer.Option(
+        "--store", envvar="HEADRACE_STORE", metavar="URL", help="The artifact store: a folder, or s3://bucket/prefix."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Set = Annotated[

@@ -37,6 +37,8 @@ def main(arguments: list[str]) -> int:
 # OpenMP threads that wait by spinning take the cores from other steps: with two steps on two cores, training ran
 # several times slower. Read by the library when torch is loaded.
 _QUIET_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+# Asking CUDA itself whether it is there would make a fork unusable, and ranks are forked; NVML can be asked.
+_FORKABLE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def _fix_environment() -> None:
@@ -45,7 +47,7 @@ def _fix_environment() -> None:
     The interpreter starts again with PYTHONHASHSEED=0, so that no order of a set can differ between a stage and its
     resumption.
     """
-    for name, value in _QUIET_WAITING.items():
+    for name, value in (_QUIET_WAITING | _FORKABLE).items():
         os.environ.setdefault(name, value)
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})

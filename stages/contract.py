@@ -23,9 +23,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-KINDS = ("source", "dataset", "checkpoint", "logprobs", "rollouts", "report")
+KINDS = ("source", "dataset", "checkpoint", "logprobs", "rollouts", "report", "adapter")
 
 
 class ExitCode(IntEnum):
@@ -76,6 +76,12 @@ class BudgetSpent(StageEnd):
     """The wall-clock budget of the step is spent; progress is saved."""
 
     code = ExitCode.BUDGET
+
+
+class RankDone(StageEnd):
+    """Ends every rank but the first once training is over: rank 0 alone saves and publishes."""
+
+    code = ExitCode.DONE
 
 
 class NotIdentity:
@@ -139,6 +145,7 @@ class StageConfig(BaseModel):
     INPUTS: ClassVar[dict[str, Input]] = {}
     OUTPUT: ClassVar[str] = "dataset"  # the kind of the main artifact
     SIDE_OUTPUTS: ClassVar[dict[str, str]] = {}  # name -> kind of further artifacts, used in a recipe as "step/name"
+    RANKS: ClassVar[bool] = False  # whether several processes (resources.processes) can run the stage together
     NEEDS_TORCH: ClassVar[bool] = True  # False, in the body of `Config`: the stage starts without waiting for torch
 
     def holds(self) -> str | None:
@@ -201,10 +208,18 @@ class Resources(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     gpus: int = Field(0, ge=0, description="GPUs given to the step; 0 trains on the CPU.")
-    processes: int = Field(1, ge=1, description="Ranks that train together.")
-    threads: int | None = Field(None, ge=1, description="CPU threads for tensor operations; all cores when empty.")
+    processes: int = Field(
+        1, ge=1, description="Ranks that train together, each on a GPU of its own where there are any."
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of a rank; when empty, its share of all cores.")
     memory: str | None = Field(None, description="Memory limit, such as 8GiB.")
     shm: str | None = Field(None, description="Shared memory of a container, such as 1GiB.")
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Resources:
+        if self.gpus and self.processes > self.gpus:
+            raise ValueError(f"{self.processes} processes cannot share {self.gpus} gpus: each needs one of its own")
+        return self
 
 
 class StageSpec(BaseModel):
@@ -249,9 +264,12 @@ class StageContext(Generic[ConfigT]):
     Attributes:
         config: the validated config of the stage.
         inputs: input name -> folder with the verified files of that artifact.
+        digests: input name -> digest of that artifact, where it is known.
         output: empty folder; its files become the stage's artifact.
         work: saved progress under the stage's key.
         scratch: folder for temporary files, removed after the attempt.
+        resources: what the step was given. With `processes` above 1 this process is one of several ranks that run the
+            same code; only the first one's events, progress and output count.
         emit: writes one event to standard output; the process adds "time" and "step", the recipe's name of the step
             (the training step of a metric, resumed or saved event is "at").
         stop: whether a stop was asked for (SIGTERM or SIGINT).
@@ -268,6 +286,7 @@ class StageContext(Generic[ConfigT]):
     step: str = ""
     side_outputs: dict[str, Path] = field(default_factory=dict)
     final_metrics: dict[str, float] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
 
     @property
     def stop_requested(self) -> bool:

@@ -62,8 +62,10 @@ from stages.contract import (
 from stages.environment import environment
 from stages.events import EventStream, StopFlag, json_line
 from stages.fingerprint import CodeError, difference, stage_fingerprint
+from stages.ranks import explain, follower_context, run_ranks
 
 CRASHED = 1
+Emit = Callable[[dict[str, Any]], None]
 
 
 def run_spec(path: Path, events: int) -> int:
@@ -84,15 +86,7 @@ def run_spec(path: Path, events: int) -> int:
         return int(ExitCode.REFUSED)
     emit.step = spec.step
     scratch = Path(spec.scratch)
-    try:
-        outcome = _attempt(spec, scratch, emit, stop, begun)
-    except StageEnd as error:
-        outcome = _outcome(error.code, str(error), begun)
-    except (StoreError, CodeError) as error:
-        outcome = _outcome(CRASHED, str(error), begun)
-    except BaseException as error:
-        emit({"type": "log", "level": "error", "text": traceback.format_exc().rstrip()})
-        outcome = _outcome(CRASHED, _one_line(error), begun)
+    outcome = _outcome_of(lambda: _attempt(spec, scratch, emit, stop, begun), emit, begun)
     outcome["seconds"] = round(time.monotonic() - begun, 3)
     _clear(scratch)
     _write_outcome(scratch, {"step": spec.step, **outcome}, emit)
@@ -136,8 +130,21 @@ def _outcome(code: int, message: str, begun: float) -> dict[str, Any]:
     }
 
 
+def _outcome_of(work: Callable[[], dict[str, Any]], emit: Emit, begun: float) -> dict[str, Any]:
+    """The outcome that `work` returns, or that of what it raises."""
+    try:
+        return work()
+    except StageEnd as error:
+        return _outcome(error.code, str(error), begun)
+    except (StoreError, CodeError) as error:
+        return _outcome(CRASHED, str(error), begun)
+    except BaseException as error:
+        emit({"type": "log", "level": "error", "text": traceback.format_exc().rstrip()})
+        return _outcome(CRASHED, _one_line(error), begun)
+
+
 def _clear(scratch: Path) -> None:
-    for name in ("inputs", "output", "side", "work", "tmp"):
+    for name in ("inputs", "output", "side", "work", "tmp", "ranks"):
         remove_folder(scratch / name)
 
 
@@ -165,10 +172,8 @@ def _attempt(spec: StageSpec, scratch: Path, emit: EventStream, stop: StopFlag, 
     with turn as lease:
         try:
             return _compute(spec, scratch, emit, stop, begun, started, config, code, store, lease)
-        except LeaseLost as error:
-            raise Stopped(str(error)) from error
         except BaseException as error:
-            if lease.lost and not isinstance(error, LeaseLost):
+            if lease.lost:
                 raise Stopped(lease.reason) from error
             raise
 
@@ -254,11 +259,34 @@ def _compute(
         stop=lambda: stop() or lease.lost,
         step=spec.step,
         side_outputs=side_outputs,
+        digests=dict(spec.inputs),
     )
-    _run_and_settle(run, context, work, emit)
-    _check_late_code(spec, config, loaded)
-    lease.check()  # before anything is uploaded in vain
-    return _finish(spec, config, context, store, work, lease, code, emit, started, begun)
+
+    def alone() -> dict[str, Any]:
+        _run_and_settle(run, context, work, emit)
+        _check_late_code(spec, config, loaded)
+        try:
+            lease.check()  # before anything is uploaded in vain
+            return _finish(spec, config, context, store, work, lease, code, emit, started, begun)
+        except LeaseLost as error:
+            raise Stopped(str(error)) from error
+
+    if spec.resources.processes == 1:
+        return alone()
+
+    def rank(number: int) -> dict[str, Any]:
+        lease.forked()
+        if number == 0:
+            return _outcome_of(alone, emit, begun)
+        follower, log = follower_context(context, scratch / "ranks" / str(number), number)
+        return _outcome_of(lambda: (run(follower), _outcome(ExitCode.DONE, "", begun))[1], log, begun)
+
+    (scratch / "ranks").mkdir()
+    count, folder = spec.resources.processes, scratch / "ranks"
+    end = run_ranks(count, rank, folder, lambda: stop() or lease.lost, while_forking=lease.held_still())
+    if end.outcome is not None and not end.crashed:
+        return end.outcome
+    return _outcome(CRASHED, explain(end), begun)
 
 
 def _run_and_settle(
@@ -301,10 +329,10 @@ def _config(spec: StageSpec) -> StageConfig:
         config = Config.model_validate(spec.config)
     except ValidationError as error:
         raise Refused(f"config of step {spec.step}: {_first_problems(error)}") from None
-    if spec.resources.processes > 1:
+    if spec.resources.processes > 1 and not Config.RANKS:
         raise Refused(
-            f"step {spec.step}: resources.processes is {spec.resources.processes}, and stages train in one process "
-            "for now; leave it at 1"
+            f"step {spec.step}: resources.processes is {spec.resources.processes}, and stage {spec.stage} runs in one "
+            "process; set it to 1"
         )
     for name, wanted in Config.INPUTS.items():
         given = [key for key in spec.inputs if key == name or (wanted.many and key.startswith(name + "."))]
@@ -420,7 +448,7 @@ def _finish(
             identity=config.identity(),
             inputs=spec.inputs,
             code=code,
-            environment=environment(),
+            environment=environment() | {"processes": spec.resources.processes},
             started=started,
             finished=_now(),
             seconds=round(time.monotonic() - begun + work.earlier_seconds, 3),

@@ -26,6 +26,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,16 @@ class Lease:
                 self._adopt()
         if self._lost.is_set():
             raise LeaseLost(self._reason)
+
+    @contextmanager
+    def held_still(self) -> Iterator[None]:
+        """Keep the thread that renews it, and with it the store, at rest for a moment, so that the process can fork."""
+        with self._lock:
+            yield
+
+    def forked(self) -> None:
+        """To be called in a child forked under `held_still`: it may `check` the lease, which its parent renews."""
+        self._lock = threading.Lock()
 
     def release(self, *, remove: bool = False) -> None:
         """Give it up; nothing happens where it is lost. Errors of the store are left to the expiry.

@@ -26,6 +26,7 @@ class Config(TrainingConfig):
 
     train_batch_size: int = Field(32, ge=1, description="Pairs of one optimiser step, over all ranks.")
     learning_rate: float = Field(1e-6, ge=0, description="Peak learning rate.")
+    disable_dropout: bool = Field(True, description="Train without dropout, as the reference was computed.")
     beta: float = Field(0.1, gt=0, description="Strength of the tie to the reference; lower strays further.")
     label_smoothing: float = Field(
         0.0, ge=0, lt=0.5, description="Share of pairs taken to be labelled the wrong way round (conservative DPO)."

@@ -21,6 +21,7 @@ from stages.modeling.logprobs import token_logprobs
 from stages.reference.logprobs import ReferenceRow
 from stages.reference.pairs import pair_batch, pair_hash, pair_logprobs
 from stages.tokenize.dataset import Preference
+from stages.training.distributed import rows_per_pass
 from stages.training.loop import Figures, MicroBatch
 from stages.training.order import batch_rows
 
@@ -95,12 +96,12 @@ class PairObjective:
         self.limit = None if config.max_steps is not None else config.total_rows(len(pairs))
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """The pairs of an optimiser step (from 0), in forward passes of at most `micro_batch_size()` pairs."""
+        """The pairs of an optimiser step (from 0), in forward passes of `rows_per_pass` pairs."""
         config = self.config
         indices = batch_rows(len(self.pairs), config.train_batch_size, config.seed, step, self.limit).tolist()
         # The NLL term is a mean over the chosen tokens of the whole step, however it is cut into forward passes.
         chosen_tokens = sum(len(self.pairs[index].chosen_ids) for index in indices)
-        size = config.micro_batch_size()
+        size = rows_per_pass(config, len(indices))
         batches = []
         for start in range(0, len(indices), size):
             part = indices[start : start + size]

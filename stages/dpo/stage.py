@@ -5,11 +5,14 @@ from __future__ import annotations
 from stages.contract import StageContext
 from stages.dpo.config import Config
 from stages.dpo.objective import CHECKED_PAIRS, PairObjective, check_start, match_reference
-from stages.modeling.checkpoint import load_model, load_tokenizer, save_checkpoint
+from stages.modeling.checkpoint import load_model, load_tokenizer
+from stages.modeling.dropout import disable_dropout
+from stages.modeling.lora import add_adapter
 from stages.reference.logprobs import read_logprobs
 from stages.reference.pairs import check_pairs, weights_hash
 from stages.tokenize.dataset import read_preferences, tokenizer_folder
 from stages.training.device import prepare
+from stages.training.finish import finish
 from stages.training.loop import train
 from stages.training.order import batch_rows
 from stages.training.preflight import check_rows, check_same_tokenizer
@@ -35,7 +38,10 @@ def run(context: StageContext[Config]) -> None:
     else:
         context.log("the reference is of another model than the one trained, so the first loss is not ln 2", "warning")
 
+    if config.disable_dropout:
+        disable_dropout(model)
+    adapted = add_adapter(model, config.lora, config.seed)
     objective = PairObjective(config, pairs, reference)
     metrics = train(context, config, model, tokenizer, objective, total_steps=config.total_steps(len(pairs)))
-    save_checkpoint(model, tokenizer, context.output)
+    finish(context, model, tokenizer, adapted)
     context.summary(**metrics)

@@ -22,15 +22,18 @@ class Config(TrainingConfig):
         "prompts": Input(("dataset",), holds=("prompt",), description="The prompts, with the columns of the rewards."),
     }
     OUTPUT: ClassVar[str] = "checkpoint"
-    SIDE_OUTPUTS: ClassVar[dict[str, str]] = {"rollouts": "rollouts"}
+    LOSS_IS_POSITIVE: ClassVar[bool] = False
+    REPORTS_ENTROPY: ClassVar[bool] = True
+    SIDE_OUTPUTS: ClassVar[dict[str, str]] = {"rollouts": "rollouts", "adapter": "adapter"}
 
     train_batch_size: int = Field(
         256, ge=1, description="Completions of one optimiser step: prompts of the step times num_generations."
     )
     learning_rate: float = Field(1e-6, ge=0, description="Peak learning rate.")
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = Field(
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "cosine_with_restarts", "wsd"] = Field(
         "constant", description="How the rate falls after the warmup."
     )
+    disable_dropout: bool = Field(True, description="Train without dropout: sampler and trainer must agree.")
     reward_funcs: list[ImportPath] = Field(min_length=1, description="Reward functions, each module:function.")
     reward_weights: list[float] | None = Field(None, description="Weight of each reward function; 1 when empty.")
     num_generations: int = Field(8, ge=2, description="Completions of each prompt: the group that is compared.")

@@ -6,6 +6,8 @@ Invariants:
 - Sampler and trainer must give a token the same probability: with the model as it sampled, their difference is measured
   at every batch, and a run in which they disagree is stopped. With one iteration the ratio's denominator is the
   trainer's own value, so that the first ratio is exactly 1.
+- With several ranks each samples the completions of a part of the prompts, rank 0 alone calls the reward functions
+  (they may draw or ask elsewhere), and every rank gets all completions and rewards.
 - Completions whose advantage is 0 add nothing to loss or gradient when beta is 0: they are counted and not computed.
 """
 
@@ -25,10 +27,11 @@ from stages.grpo.loss import clipped_loss, group_advantages, k3_divergence, redu
 from stages.modeling.logprobs import token_logprobs
 from stages.sampling import records
 from stages.sampling.batches import completion_batch
-from stages.sampling.generate import seeded_generator
+from stages.sampling.generate import Completion, seeded_generator
 from stages.sampling.groups import Sampled, Sampler, score_sampled
 from stages.sampling.rewards import Reward, Scores
 from stages.tokenize.dataset import Prompt
+from stages.training.distributed import all_gather, from_main, my_part, my_share, rows_per_pass
 from stages.training.loop import Figures, MicroBatch
 from stages.training.order import batch_rows
 
@@ -41,6 +44,9 @@ WARN_EVERY = 10  # batches in a row in which no group has any spread
 class GroupObjective:
     """The objective of a GRPO run; implements `stages.training.loop.Objective`.
 
+    Attributes:
+        samples: the loop keeps the weights of `model` whole while micro-batches are made.
+
     Args:
         config: the settings of the stage.
         model: the model that is trained, which also samples.
@@ -50,6 +56,8 @@ class GroupObjective:
         rewards: the reward functions.
         warn: told when the rewards have no spread for many batches.
     """
+
+    samples = True
 
     def __init__(
         self,
@@ -152,8 +160,10 @@ class GroupObjective:
         config = self.config
         indices = batch_rows(len(self.prompts), config.prompts_per_batch(), config.seed, number, self.limit)
         generator = seeded_generator(config.seed, "grpo", number)
-        sampled = self.sampler.sample([self.prompts[index] for index in indices], config.num_generations, generator)
-        scores = score_sampled(self.rewards, sampled)
+        prompts = [self.prompts[index] for index in indices]
+        sampled = self.sampler.sample(prompts, config.num_generations, generator, divide=_divide)
+        total, by_function = from_main(lambda: _plain(score_sampled(self.rewards, sampled)))
+        scores = Scores(total, by_function)
         self.tables.append(records.table(number, sampled, scores))
         advantages = group_advantages(
             torch.tensor(scores.total, dtype=torch.float64), config.num_generations, scale_rewards=config.scale_rewards
@@ -175,13 +185,25 @@ class GroupObjective:
         weight = max(step_weight(counted, config.loss_type, config.max_completion_length), 1.0)
         rows = [row for row, length in enumerate(lengths) if length and (config.beta or float(advantages[row]))] or [0]
         rows.sort(key=lambda row: len(sampled.prompts[row].prompt_ids) + len(sampled.completions[row].tokens))
-        size = config.micro_batch_size()
+        size = rows_per_pass(config, len(rows))
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        return [self._micro_batch(sampled, advantages, lengths, part, weight / len(parts)) for part in parts]
+        # Batches that stay open between steps are saved, and so rank 0 needs them whole; others need what they compute.
+        mine = {number for number, _, _ in my_share(parts)} if config.num_iterations == 1 else range(len(parts))
+        return [
+            self._micro_batch(sampled, advantages, lengths, part, weight / len(parts), number in mine)
+            for number, part in enumerate(parts)
+        ]
 
     def _micro_batch(
-        self, sampled: Sampled, advantages: Tensor, lengths: Sequence[int], rows: Sequence[int], weight: float
+        self,
+        sampled: Sampled,
+        advantages: Tensor,
+        lengths: Sequence[int],
+        rows: Sequence[int],
+        weight: float,
+        compared: bool,
     ) -> MicroBatch:
+        """A forward pass of these rows; `compared`: with what other models say of them."""
         tensors = completion_batch(
             [(sampled.prompts[row].prompt_ids, sampled.completions[row].tokens) for row in rows], self.sampler.pad_id
         )
@@ -194,9 +216,9 @@ class GroupObjective:
         tensors["advantages"] = advantages[list(rows)]
         tensors = {name: tensor.to(self.model.device) for name, tensor in tensors.items()}
         with torch.no_grad():
-            if self.config.num_iterations > 1:
+            if compared and self.config.num_iterations > 1:
                 tensors["old_logprobs"] = self._logprobs(self.model, tensors)
-            if self.config.beta:
+            if compared and self.config.beta:
                 tensors["ref_logprobs"] = self._logprobs(self.reference, tensors)
         return MicroBatch(tensors, weight, int(tensors["attention_mask"].sum()))
 
@@ -237,6 +259,16 @@ class GroupObjective:
             if known:
                 figures[f"rewards/{name}/mean"] = float(np.mean(known))
         return figures
+
+
+def _divide(count: int, complete: Callable[[Sequence[int]], list[Completion]]) -> list[Completion]:
+    """Sample this rank's part of `count` completions, and collect all of them on every rank."""
+    own: list[Any] = [[item.tokens, item.logprobs, item.finished] for item in complete(my_part(count))]
+    return [Completion(*item) for part in all_gather(own) for item in part]
+
+
+def _plain(scores: Scores) -> tuple[list[float], dict[str, list[float | None]]]:
+    return scores.total, scores.by_function
 
 
 def _as_tensor(data: bytes) -> Tensor:

@@ -7,12 +7,15 @@ import json
 from stages.contract import Refused, StageContext
 from stages.grpo.config import Config
 from stages.grpo.objective import GroupObjective
-from stages.modeling.checkpoint import load_model, load_tokenizer, save_checkpoint
+from stages.modeling.checkpoint import load_model, load_tokenizer
+from stages.modeling.dropout import disable_dropout
+from stages.modeling.lora import add_adapter
 from stages.sampling import records
 from stages.sampling.groups import Sampler, check_prompt_columns
 from stages.sampling.rewards import load_rewards
 from stages.tokenize.dataset import read_prompts, tokenizer_folder
 from stages.training.device import prepare
+from stages.training.finish import finish
 from stages.training.loop import RECORDS, train
 from stages.training.preflight import check_same_tokenizer
 
@@ -25,6 +28,9 @@ def run(context: StageContext[Config]) -> None:
     prompts = read_prompts(inputs["prompts"], "train")
     rewards = load_rewards(config.reward_funcs, config.reward_weights)
     model, tokenizer = load_model(inputs["model"], device=device), load_tokenizer(inputs["model"])
+    if config.disable_dropout:
+        disable_dropout(model)
+    adapted = add_adapter(model, config.lora, config.seed)
     sampler = Sampler(
         model,
         tokenizer,
@@ -51,5 +57,5 @@ def run(context: StageContext[Config]) -> None:
     metrics = train(context, config, model, tokenizer, objective, total_steps=config.total_steps(len(prompts)))
     records.write(objective.tables, context.side_output("rollouts"))
     last = json.loads((context.output / RECORDS).read_text(encoding="utf-8").splitlines()[-1])
-    save_checkpoint(model, tokenizer, context.output)
+    finish(context, model, tokenizer, adapted)
     context.summary(**metrics, **{name: last[name] for name in ("reward", "entropy") if last.get(name) is not None})

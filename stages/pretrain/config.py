@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from stages.contract import Input
-from stages.training.config import TrainingConfig
+from stages.training.config import TokenLossConfig
 
 
-class Config(TrainingConfig):
+class Config(TokenLossConfig):
     """Train a causal language model from random weights, or go on from a checkpoint, on packed text or chat rows."""
 
     VERSION = 1

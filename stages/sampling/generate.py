@@ -61,6 +61,7 @@ def generate(
     pad_id: int = 0,
     generator: torch.Generator | None = None,
     batch_size: int = 256,
+    rows: Sequence[int] | None = None,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
     """Sample one completion of every prompt; repeat a prompt for several.
@@ -75,17 +76,19 @@ def generate(
         pad_id: any valid token id; its value does not matter.
         generator: CPU generator of the random numbers; needed unless temperature is 0.
         batch_size: rows sampled together.
+        rows: sample these of the prompts only; each completion is what it would be among all of them.
         on_batch: called with (completions finished, tokens sampled so far) after each batch.
 
     Returns:
-        Completions in the order of `prompts`.
+        Completions in the order of `prompts`, or of `rows`.
 
     Raises:
         ValueError: an empty prompt, a prompt and completion longer than the model's positions, or a bad setting.
     """
     _check(model, prompts, max_new_tokens, temperature, top_p, batch_size, generator)
     uniforms = torch.rand(len(prompts), max_new_tokens, generator=generator) if temperature > 0 else None
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))  # rows of like length pad little
+    wanted = range(len(prompts)) if rows is None else rows
+    order = sorted(wanted, key=lambda index: len(prompts[index]))  # rows of like length pad little
     done: list[Completion | None] = [None] * len(prompts)
     tokens_sampled = 0
     was_training = model.training
@@ -93,17 +96,17 @@ def generate(
     try:
         with torch.no_grad():
             for start in range(0, len(order), batch_size):
-                rows = order[start : start + batch_size]
-                decoder = _Decoder(model, [prompts[row] for row in rows], max_new_tokens, pad_id)
-                draws = None if uniforms is None else uniforms[rows].to(decoder.device)
-                for row, completion in zip(rows, decoder.run(temperature, top_p, eos_ids, draws), strict=True):
+                batch = order[start : start + batch_size]
+                decoder = _Decoder(model, [prompts[row] for row in batch], max_new_tokens, pad_id)
+                draws = None if uniforms is None else uniforms[batch].to(decoder.device)
+                for row, completion in zip(batch, decoder.run(temperature, top_p, eos_ids, draws), strict=True):
                     done[row] = completion
                     tokens_sampled += len(completion.tokens)
                 if on_batch is not None:
-                    on_batch(start + len(rows), tokens_sampled)
+                    on_batch(start + len(batch), tokens_sampled)
     finally:
         model.train(was_training)
-    return [completion for completion in done if completion is not None]
+    return [found for row in wanted if (found := done[row]) is not None]
 
 
 def stream(

@@ -14,6 +14,8 @@ from stages.sampling.generate import Completion, generate
 from stages.sampling.rewards import Reward, Scores, check_columns, columns_of, score
 from stages.tokenize.dataset import Prompt
 
+Divide = Callable[[int, Callable[[Sequence[int]], list[Completion]]], list[Completion]]
+
 
 @dataclass(frozen=True)
 class Sampled:
@@ -56,21 +58,33 @@ class Sampler:
         num_generations: int,
         generator: torch.Generator | None,
         on_batch: Callable[[int, int], None] | None = None,
+        divide: Divide | None = None,
     ) -> Sampled:
-        """Sample `num_generations` completions of each prompt."""
+        """Sample `num_generations` completions of each prompt.
+
+        Args:
+            divide: has each of several processes sample a part: called with the number of completions and a function
+                that samples some of them, it returns all.
+        """
         repeated = [prompt for prompt in prompts for _ in range(num_generations)]
-        completions = generate(
-            self.model,
-            [list(prompt.prompt_ids) for prompt in repeated],
-            max_new_tokens=self.max_completion_length,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            eos_ids=self.eos_ids,
-            pad_id=self.pad_id,
-            generator=generator,
-            batch_size=self.batch_size,
-            on_batch=on_batch,
-        )
+
+        def complete(rows: Sequence[int]) -> list[Completion]:
+            return generate(
+                self.model,
+                [list(prompt.prompt_ids) for prompt in repeated],
+                max_new_tokens=self.max_completion_length,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                eos_ids=self.eos_ids,
+                pad_id=self.pad_id,
+                generator=generator,
+                batch_size=self.batch_size,
+                rows=rows,
+                on_batch=on_batch,
+            )
+
+        everything = range(len(repeated))
+        completions = complete(everything) if divide is None else divide(len(repeated), complete)
         texts = self.tokenizer.batch_decode([completion.tokens for completion in completions], skip_special_tokens=True)
         return Sampled(repeated, completions, texts)
 

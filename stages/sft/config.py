@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from stages.contract import Input
-from stages.training.config import TrainingConfig
+from stages.training.config import TokenLossConfig
 
 
-class Config(TrainingConfig):
+class Config(TokenLossConfig):
     """Fine-tune a checkpoint on chats: only the assistant's turns are trained on."""
 
     VERSION = 1

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stages.contract import StageContext
-from stages.modeling.checkpoint import save_checkpoint
-from stages.modeling.logprobs import token_logprobs
+from stages.contract import Refused, StageContext
+from stages.modeling.logprobs import token_loss
+from stages.modeling.lora import add_adapter
 from stages.tokenize.dataset import read_packed
-from stages.training.config import TrainingConfig
-from stages.training.loop import Figures, MicroBatch, train
+from stages.training.config import TokenLossConfig, TrainingConfig
+from stages.training.distributed import rows_per_pass
+from stages.training.finish import finish
+from stages.training.loop import Figures, HeldOut, MicroBatch, train
 from stages.training.order import batch_rows
 from stages.training.preflight import check_model, check_rows, largest_token
 
@@ -31,11 +33,20 @@ class CausalLM:
         segment_ids: int32 [rows, length], the document of each token from 1; 0 is padding.
         loss_mask: uint8 [rows, length], 1 where the token is a target.
         config: batch sizes and seed.
+        label_smoothing, z_loss: see `stages.modeling.head.linear_cross_entropy`.
     """
 
     def __init__(
-        self, input_ids: np.ndarray, segment_ids: np.ndarray, loss_mask: np.ndarray, config: TrainingConfig
+        self,
+        input_ids: np.ndarray,
+        segment_ids: np.ndarray,
+        loss_mask: np.ndarray,
+        config: TrainingConfig,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> None:
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.input_ids, self.segment_ids, self.loss_mask = input_ids, segment_ids, loss_mask
         self.config = config
         self.limit = None if config.max_steps is not None else config.total_rows(len(input_ids))
@@ -44,8 +55,11 @@ class CausalLM:
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """The rows of optimiser step `step`; columns that are padding in the whole micro-batch are cut off."""
         config = self.config
-        rows = batch_rows(len(self.input_ids), config.train_batch_size, config.seed, step, self.limit)
-        size = config.micro_batch_size()
+        return self.batches(batch_rows(len(self.input_ids), config.train_batch_size, config.seed, step, self.limit))
+
+    def batches(self, rows: np.ndarray) -> list[MicroBatch]:
+        """Micro-batches of the rows with these numbers, int64 [rows]; those without targets are left out."""
+        size = rows_per_pass(self.config, len(rows))
         batches = []
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
@@ -63,10 +77,22 @@ class CausalLM:
         return batches
 
     def loss(self, model: Any, batch: MicroBatch) -> tuple[Tensor, Figures]:
-        """Summed cross-entropy (nats) of the targets."""
+        """Summed cross-entropy (nats) of the targets; with smoothing or z-loss, its parts as figures."""
         tensors = batch.tensors
-        logprobs = token_logprobs(model, tensors["input_ids"], tensors["loss_mask"], segment_ids=tensors["segment_ids"])
-        return -logprobs.sum(), {}
+        loss, nll, extra = token_loss(
+            model,
+            tensors["input_ids"],
+            tensors["loss_mask"],
+            segment_ids=tensors["segment_ids"],
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+        )
+        figures: Figures = {}
+        if self.label_smoothing or self.z_loss:
+            figures["nll_loss"] = nll
+        if self.z_loss:
+            figures["z_loss"] = extra
+        return loss, figures
 
     def state(self) -> dict[str, Tensor]:
         """Nothing beside the step: the order of the data is a function of it."""
@@ -80,7 +106,28 @@ class CausalLM:
         return {}
 
 
-def train_on_packed(context: StageContext[Any], config: TrainingConfig, model: Any, tokenizer: Any, data: Path) -> None:
+def held_out(data: Path, config: TokenLossConfig) -> HeldOut | None:
+    """The validation split of a dataset that holds text or chat; None where the config does not ask for it.
+
+    Its loss is the plain cross-entropy, without smoothing or z-loss.
+
+    Raises:
+        Refused: it is asked for, and the dataset has none, or nothing in it is a target.
+    """
+    if config.eval_steps is None:
+        return None
+    rows = read_packed(data, "validation")
+    objective = CausalLM(rows.input_ids, rows.segment_ids, rows.loss_mask, config)
+    numbers, size = np.arange(len(rows.input_ids)), config.train_batch_size
+    batches = [batch for start in range(0, len(numbers), size) for batch in objective.batches(numbers[start:][:size])]
+    if not batches:
+        raise Refused("eval_steps is set, and no token of the validation split is a target; give the split more rows")
+    return HeldOut(config.eval_steps, batches, lambda model, batch: objective.loss(model, batch)[0])
+
+
+def train_on_packed(
+    context: StageContext[Any], config: TokenLossConfig, model: Any, tokenizer: Any, data: Path
+) -> None:
     """Check, train, report and save: what pretrain and sft have in common.
 
     Args:
@@ -104,7 +151,23 @@ def train_on_packed(context: StageContext[Any], config: TrainingConfig, model: A
         packed=bool((rows.segment_ids > 1).any()),
         what="input data",
     )
-    objective = CausalLM(rows.input_ids, rows.segment_ids, rows.loss_mask, config)
-    metrics = train(context, config, model, tokenizer, objective, total_steps=config.total_steps(count))
+    adapted = add_adapter(model, config.lora, config.seed)
+    objective = CausalLM(
+        rows.input_ids,
+        rows.segment_ids,
+        rows.loss_mask,
+        config,
+        label_smoothing=config.label_smoothing,
+        z_loss=config.z_loss,
+    )
+    metrics = train(
+        context,
+        config,
+        model,
+        tokenizer,
+        objective,
+        total_steps=config.total_steps(count),
+        held_out=held_out(data, config),
+    )
     context.summary(**metrics)
-    save_checkpoint(model, tokenizer, context.output)
+    finish(context, model, tokenizer, adapted)

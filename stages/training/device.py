@@ -15,26 +15,30 @@ import numpy as np
 import torch
 
 from stages.contract import Refused, Resources
+from stages.training.distributed import rank, world_size
 
 
 def prepare(resources: Resources, seed: int, device: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:
     """Fix threads and kernels, seed every random stream, and choose the device. Call it before any tensor work.
 
+    Ranks share the CPU's cores evenly where resources.threads (threads of one rank) is empty; rank n takes the nth GPU.
+
     Raises:
-        Refused: a GPU is asked for and there is none, or more processes than this version can train with.
+        Refused: a GPU is asked for and there is none, or there are fewer than ranks.
     """
-    if resources.processes > 1:
-        raise Refused(
-            f"resources.processes is {resources.processes}: training runs in one process for now; set it to 1"
-        )
     wants_gpu = device == "cuda" or (device == "auto" and resources.gpus > 0)
     if wants_gpu and not torch.cuda.is_available():
         asked = "device: cuda" if device == "cuda" else f"resources.gpus: {resources.gpus}"
         raise Refused(
             f"{asked}, but PyTorch sees no GPU here; set device: cpu and resources.gpus: 0 to train on the CPU"
         )
+    if wants_gpu and torch.cuda.device_count() < world_size():
+        raise Refused(
+            f"resources.processes is {world_size()}, and the step has {torch.cuda.device_count()} GPUs; each rank "
+            "needs one, so set resources.gpus to the same number"
+        )
     # set_num_threads also turns off MKL's own choice of threads, which would vary with the load of the machine.
-    torch.set_num_threads(resources.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(resources.threads or max(1, len(os.sched_getaffinity(0)) // world_size()))
     if wants_gpu:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Some CUDA backward kernels have no deterministic form; PyTorch warns of them rather than refusing to train.
@@ -44,4 +48,7 @@ def prepare(resources: Resources, seed: int, device: Literal["auto", "cpu", "cud
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    return torch.device("cuda" if wants_gpu else "cpu")
+    if not wants_gpu:
+        return torch.device("cpu")
+    torch.cuda.set_device(rank())
+    return torch.device("cuda", rank())

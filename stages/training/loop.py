@@ -9,6 +9,8 @@ Invariants:
 - Everything after an optimiser step is a function of (config, data, code): a run that is interrupted and resumed
   writes the same checkpoint and the same training.jsonl, byte for byte. No time of day enters either.
 - A step whose loss or gradient is not finite changes no weight. Three in a row, or 5% of the steps, end the run.
+- Ranks run this loop side by side: they differ in their micro-batches, and whatever they decide on is a sum or a
+  maximum over all of them. Dropout is seeded for every micro-batch, so that neither ranks nor interruptions change it.
 """
 
 from __future__ import annotations
@@ -17,24 +19,30 @@ import json
 import math
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
-from stages.contract import BudgetSpent, NonFinite, Refused, StageContext, Stopped
+from stages.contract import RankDone, Refused, StageContext
+from stages.seeds import stream_seed
+from stages.training import distributed
 from stages.training.config import TrainingConfig
+from stages.training.control import Control
+from stages.training.distributed import Trained
 from stages.training.optimizers import make_optimizers, set_learning_rate
+from stages.training.precision import LossScale, autocast
+from stages.training.preflight import check_room
 from stages.training.resume import OtherFormat, Progress, read_snapshot, write_snapshot
 from stages.training.schedule import learning_rate_factor
+from stages.training.throughput import flops_per_token, peak_memory, utilisation
+from stages.training.trackers import Trackers, start_trackers
 
 RECORDS = "training.jsonl"
 SAVE_SHARE = 0.02  # saving by time may cost this share of a run
-SKIPS_IN_A_ROW = 3
-SKIPPED_SHARE = 0.05
 
 Figure = Tensor | float
 Figures = dict[str, Figure | tuple[Figure, Figure]]
@@ -55,12 +63,32 @@ class MicroBatch:
     tokens: int = 0
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Data that is measured and not trained on.
+
+    Attributes:
+        every: steps between measurements.
+        batches: all of it, with the number of targets as weights.
+        loss: the summed loss over a batch's targets.
+    """
+
+    every: int
+    batches: list[MicroBatch]
+    loss: Callable[[Any, MicroBatch], Tensor]
+
+
 class Objective(Protocol):
-    """What a stage trains: its data and its loss."""
+    """What a stage trains: its data and its loss.
+
+    An objective that samples from the model it was made with says so with an attribute `samples = True`: the model's
+    weights are then whole whenever `micro_batches` is called.
+    """
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """The data of optimiser step `step` (from 0): a pure function of (seed, step), and for on-policy methods of
-        the model and of what `state` keeps. Called once a step, before any gradient is computed."""
+        the model and of what `state` keeps. Called once a step on every rank, before any gradient is computed, and
+        equal on all of them: the loop deals the micro-batches out."""
 
     def loss(self, model: Any, batch: MicroBatch) -> tuple[Tensor, Figures]:
         """The summed loss over the batch's targets, a scalar with gradient, and figures to report.
@@ -87,6 +115,7 @@ def train(
     objective: Objective,
     *,
     total_steps: int,
+    held_out: HeldOut | None = None,
 ) -> dict[str, float]:
     """Train `model` in place for `total_steps` optimiser steps, going on from saved progress where there is any.
 
@@ -100,98 +129,101 @@ def train(
         tokenizer: unused by the loop itself; objectives that generate hold their own.
         objective: data and loss.
         total_steps: optimiser steps of the whole run.
+        held_out: measured every so many steps and after the last one, as `eval_loss`.
 
     Returns:
-        Final metrics: loss (mean over the last tenth of the steps, at most 50), steps, skipped_steps, and
-        tokens_per_second where this attempt took a step.
+        Final metrics: loss (mean over the last tenth of the steps, at most 50), steps, skipped_steps, eval_loss where
+        it was measured, and tokens_per_second where this attempt took a step.
 
     Raises:
-        Refused: fp16 is asked for on a CPU.
+        Refused: fp16 is asked for on a CPU, or disk or memory cannot suffice.
         Stopped: a stop was asked for; progress is saved.
         BudgetSpent: `max_seconds` is spent; progress is saved.
+        Tripwire: a threshold of the config was crossed; progress is saved.
         NonFinite: too many steps had to be skipped.
+        RankDone: on every rank but the first, once all steps are done; the first one has the weights.
         ValueError: a step has no targets, or saved progress does not fit the model.
     """
     if config.mixed_precision == "fp16" and model.device.type == "cpu":
         raise Refused("mixed_precision: fp16 needs a GPU; use no (fastest) or bf16 on the CPU")
-    accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=model.device.type == "cpu")
-    scaler = accelerator.scaler
-    optimizers = make_optimizers(model, config)
-    parameters = [param for param in model.parameters() if param.requires_grad]
-    records = context.output / RECORDS
-    records.write_bytes(b"")
-    progress = Progress()
-    saver = _Saver(context, config)
-    if (latest := context.work.latest()) is not None:
-        try:
-            progress, extra = read_snapshot(latest[1], model, optimizers, records)
-            objective.load_state(extra)
-            if scaler is not None:
-                scaler.load_state_dict(progress.scaler)
-            saver.step = progress.step
-            context.resumed(progress.step)
-        except OtherFormat as error:
-            context.log(f"{error}: training starts anew", "warning")
-    model.train()
+    check_room(context, config, model)
     if config.gradient_checkpointing:
         # Renamed in the course of transformers 5; both names take the same argument.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+    device, ranks = model.device, distributed.world_size()
+    distributed.connect(device, config.ddp_timeout)
+    trained = distributed.wrap(model, config.distribution, compiled=config.torch_compile)
+    optimizers = make_optimizers(trained.module, config)
+    scale = LossScale.of(config.mixed_precision)
+    records = context.output / RECORDS
+    records.write_bytes(b"")
+    saver = _Saver(context, config)
+    progress = _restore(context, trained, optimizers, scale, objective, records)
+    saver.step = progress.step if progress is not None else None
+    progress = progress or Progress()
+    control = Control(context, config, total_steps)
+    control.recall(json.loads(line) for line in records.read_text(encoding="utf-8").splitlines())
+    trained.module.train()
 
     before, started = progress.seconds, time.monotonic()
-    display = _Display(context, config, progress.step, total_steps)
+    trackers = start_trackers(context, config, main=distributed.rank() == 0)
+    display = _Display(context, config, model, progress.step, total_steps, trackers)
     with records.open("a", encoding="utf-8") as lines:
         while True:
             progress.seconds = before + time.monotonic() - started
-            ending = _reason_to_end(context, config, progress, total_steps)
-            if ending is not None or saver.due(progress.step):
+            decision = control.decide(progress, saver.due(progress.step))
+            if decision.save:
                 lines.flush()
-                if scaler is not None:
-                    progress.scaler = scaler.state_dict()
-                saver.save(progress, model, optimizers, objective, records)
-            if ending is not None:
-                context.work.wait()
-                raise ending
+                progress.scaler = scale.state()
+                saver.save(progress, trained, optimizers, objective, records)
+            if decision.ending is not None:
+                if decision.save:
+                    context.work.wait()
+                trackers.close()
+                raise decision.ending
             if progress.step >= total_steps:
                 break
 
             factor = learning_rate_factor(config, progress.step, total_steps)
             set_learning_rate(optimizers, factor)
+            samples = getattr(objective, "samples", False)
+            if samples:
+                trained.gather()
             batches = objective.micro_batches(progress.step)
+            if samples:
+                trained.release()
             weight = sum(batch.weight for batch in batches)
             if not weight > 0:
                 raise ValueError(f"optimiser step {progress.step + 1} has no targets to train on")
             totals = _Totals()
-            for batch in batches:
-                batch.tensors = {name: tensor.to(model.device) for name, tensor in batch.tensors.items()}
-                with accelerator.autocast():
-                    loss, figures = objective.loss(model, batch)
-                accelerator.backward(loss / weight)
-                totals.add(loss.detach(), figures)
-            if scaler is not None:
-                for optimizer in optimizers:
-                    scaler.unscale_(optimizer)
-            norm = torch.nn.utils.get_total_norm([param.grad for param in parameters if param.grad is not None])
+            share = distributed.my_share(batches)
+            for number, batch, counts in share:
+                batch.tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
+                torch.manual_seed(stream_seed("micro-batch", config.seed, progress.step, number))
+                with trained.accumulating(more=batch is not share[-1][1]):
+                    with autocast(device, config.mixed_precision):
+                        loss, figures = trained.run(objective.loss, batch)
+                    # DDP and FSDP2 take the mean over ranks of what is a sum over them.
+                    (loss * (counts * ranks * scale.scale / weight)).backward()
+                totals.add(loss.detach(), figures, counts)
+            gradients = trained.gradients()
+            if scale.scale != 1:
+                torch._foreach_div_(gradients, scale.scale)
+            norm = distributed.whole(torch.nn.utils.get_total_norm(gradients))
             mean_loss, grad_norm, figures_now = totals.read(weight, norm)
 
             finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
             if finite:
                 if config.max_grad_norm and grad_norm > config.max_grad_norm:
-                    for param in parameters:
-                        if param.grad is not None:
-                            param.grad.mul_(config.max_grad_norm / (grad_norm + 1e-6))
+                    for gradient in gradients:
+                        gradient.mul_(config.max_grad_norm / (grad_norm + 1e-6))
                 for optimizer in optimizers:
-                    if scaler is not None:
-                        scaler.step(optimizer)
-                    else:
-                        optimizer.step()
-            for param in parameters:
+                    optimizer.step()
+            for param in trained.parameters.values():
                 param.grad = None
-            backed_off = False
-            if scaler is not None:
-                # An overflow of fp16 gradients is how the scaler finds its scale, not a fault of the run.
-                backed_off = not finite and math.isfinite(mean_loss) and scaler.get_scale() > 1
-                scaler.update()
+            # An overflow of fp16 gradients is how the scale is found, not a fault of the run.
+            backed_off = scale.update(finite) and math.isfinite(mean_loss)
             progress.step += 1
             progress.skipped_in_a_row = 0 if finite or backed_off else progress.skipped_in_a_row + 1
             progress.skipped += not (finite or backed_off)
@@ -205,46 +237,64 @@ def train(
                 **figures_now,
                 **objective.metrics(),
             }
+            if held_out is not None and (progress.step % held_out.every == 0 or progress.step == total_steps):
+                record["eval_loss"] = _measure(trained, config, held_out)
             record = {name: value if math.isfinite(value) else None for name, value in record.items()}
             if not finite:
                 record["skipped"] = True
             lines.write(json.dumps(record) + "\n")
+            control.note(record)
             display.show(record, sum(batch.tokens for batch in batches))
             if not finite and not backed_off:
                 context.log(f"step {progress.step} skipped: loss {mean_loss}, gradient norm {grad_norm}", "warning")
-                _check_skips(progress, total_steps)
 
     context.work.wait()
+    trackers.close()
+    trained.finish()
+    if distributed.rank() != 0:
+        raise RankDone("trained; rank 0 saves and publishes")
     return _final_metrics(records, progress) | display.speed()
 
 
-def _reason_to_end(
-    context: StageContext[Any], config: TrainingConfig, progress: Progress, total_steps: int
-) -> Stopped | BudgetSpent | None:
-    """Why the run must end before its next step, if it must."""
-    if progress.step >= total_steps:
+def _measure(trained: Trained, config: TrainingConfig, held_out: HeldOut) -> float:
+    """The mean loss over the targets of held-out data, each rank measuring its share."""
+    device, summed = trained.model.device, 0.0
+    with distributed.evaluating(trained):
+        for _, batch, counts in distributed.my_share(held_out.batches):
+            moved = replace(batch, tensors={name: tensor.to(device) for name, tensor in batch.tensors.items()})
+            with autocast(device, config.mixed_precision):
+                loss = trained.run(held_out.loss, moved)
+            summed += float(loss) * counts
+    total = distributed.total(torch.tensor([summed], dtype=torch.float64))
+    return float(total) / sum(batch.weight for batch in held_out.batches)
+
+
+def _restore(
+    context: StageContext[Any],
+    trained: Trained,
+    optimizers: list[torch.optim.Optimizer],
+    scale: LossScale,
+    objective: Objective,
+    records: Path,
+) -> Progress | None:
+    """Put the newest saved progress back on every rank; None where there is none."""
+
+    def find() -> str | None:
+        latest = context.work.latest()
+        return None if latest is None else str(latest[1])
+
+    folder = distributed.from_main(find)
+    if folder is None:
         return None
-    if context.stop_requested:
-        return Stopped(f"saved at step {progress.step} of {total_steps}")
-    if config.max_seconds is not None and progress.seconds >= config.max_seconds:
-        return BudgetSpent(
-            f"max_seconds ({config.max_seconds:g}) is spent at step {progress.step} of {total_steps}; progress is "
-            "saved, and a larger max_seconds goes on from there"
-        )
-    return None
-
-
-def _check_skips(progress: Progress, total_steps: int) -> None:
-    """Halt when too many steps were skipped."""
-    if progress.skipped_in_a_row >= SKIPS_IN_A_ROW:
-        why = f"{progress.skipped_in_a_row} steps in a row (up to step {progress.step})"
-    elif progress.skipped > max(SKIPS_IN_A_ROW - 1, SKIPPED_SHARE * total_steps):
-        why = f"{progress.skipped} of {total_steps} steps (up to step {progress.step})"
-    else:
-        return
-    raise NonFinite(
-        f"the loss or its gradient was not finite in {why}; lower learning_rate, lengthen the warmup, or check the data"
-    )
+    try:
+        progress, extra = read_snapshot(Path(folder), trained, optimizers, records)
+    except OtherFormat as error:
+        context.log(f"{error}: training starts anew", "warning")
+        return None
+    objective.load_state(extra)
+    scale.load_state(progress.scaler)
+    context.resumed(progress.step)
+    return progress
 
 
 class _Totals:
@@ -255,31 +305,36 @@ class _Totals:
         self.sums: dict[str, Any] = {}
         self.counts: dict[str, Any] = {}
 
-    def add(self, loss: Tensor, figures: Figures) -> None:
+    def add(self, loss: Tensor, figures: Figures, counts: bool) -> None:
+        """Add a micro-batch; one that does not count adds zeros."""
+        loss = loss if counts else torch.zeros_like(loss)
         self.loss = loss if self.loss is None else self.loss + loss
         for name, figure in figures.items():
             value, count = figure if isinstance(figure, tuple) else (figure, None)
+            if not counts:
+                value, count = 0.0, None if count is None else 0
             self.sums[name] = self.sums[name] + value if name in self.sums else value
             if count is not None:
                 self.counts[name] = self.counts[name] + count if name in self.counts else count
 
     def read(self, weight: float, norm: Tensor) -> tuple[float, float, dict[str, float]]:
-        """Mean loss, gradient norm and mean figures, as Python floats, in one transfer."""
+        """Mean loss, gradient norm and mean figures over all ranks, as Python floats, in one transfer."""
         assert self.loss is not None
         device = self.loss.device
         names = list(self.sums)
-        values = [self.loss, norm, *(self.sums[name] for name in names), *self.counts.values()]
-        flat = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]).tolist()
-        counts = dict(zip(self.counts, flat[2 + len(names) :], strict=True))
+        values = [norm, self.loss, *(self.sums[name] for name in names), *self.counts.values()]
+        flat = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]).cpu()
+        grad_norm, (loss, *sums) = float(flat[0]), distributed.total(flat[1:]).tolist()
+        counts = dict(zip(self.counts, sums[len(names) :], strict=True))
         means = {}
-        for name, value in zip(names, flat[2:], strict=False):
+        for name, value in zip(names, sums, strict=False):
             count = counts.get(name, weight)
             means[name] = value / count if count else math.nan
-        return flat[0] / weight, flat[1], means
+        return loss / weight, grad_norm, means
 
 
 class _Saver:
-    """Decides when to save and does it."""
+    """Finds when it is time to save, and does it on all ranks together."""
 
     def __init__(self, context: StageContext[Any], config: TrainingConfig) -> None:
         self.context = context
@@ -299,7 +354,7 @@ class _Saver:
     def save(
         self,
         progress: Progress,
-        model: torch.nn.Module,
+        trained: Trained,
         optimizers: list[torch.optim.Optimizer],
         objective: Objective,
         records: Path,
@@ -309,8 +364,9 @@ class _Saver:
         begin = time.monotonic()
         folder = self.context.scratch / f"progress-{progress.step}"
         shutil.rmtree(folder, ignore_errors=True)  # left by an earlier try at the same step
-        write_snapshot(folder, progress, model, optimizers, objective.state(), records)
-        self.context.work.save(progress.step, folder)
+        write_snapshot(folder, progress, trained, optimizers, objective.state(), records)
+        if distributed.rank() == 0:
+            self.context.work.save(progress.step, folder)
         self.step = progress.step
         self.latest = time.monotonic()
         self.cost = self.latest - begin
@@ -320,8 +376,18 @@ class _Saver:
 class _Display:
     """Live progress and metrics; nothing here enters the artifact."""
 
-    def __init__(self, context: StageContext[Any], config: TrainingConfig, step: int, total_steps: int) -> None:
+    def __init__(
+        self,
+        context: StageContext[Any],
+        config: TrainingConfig,
+        model: Any,
+        step: int,
+        total_steps: int,
+        trackers: Trackers,
+    ) -> None:
         self.context = context
+        self.trackers = trackers
+        self.device, self.flops = model.device, flops_per_token(model)
         self.every = config.logging_steps
         self.total_steps = total_steps
         self.first_step = step
@@ -342,10 +408,17 @@ class _Display:
         if last or step % self.every == 0:
             values = {name: float(value) for name, value in record.items() if name != "step" and value is not None}
             self.context.metric(step, **values)
+            self.trackers.log(record, **self.speed())
 
     def speed(self) -> dict[str, float]:
         seconds = time.monotonic() - self.begin
-        return {"tokens_per_second": self.tokens / seconds} if self.tokens and seconds > 0 else {}
+        figures = {"memory_bytes": float(peak_memory(self.device))}
+        if self.tokens and seconds > 0:
+            rate = figures["tokens_per_second"] = self.tokens / seconds
+            mfu = utilisation(self.flops, rate, self.device, distributed.world_size())
+            if mfu is not None:
+                figures["mfu"] = mfu
+        return figures
 
 
 def _final_metrics(records: Path, progress: Progress) -> dict[str, float]:
@@ -355,4 +428,6 @@ def _final_metrics(records: Path, progress: Progress) -> dict[str, float]:
     metrics = {"steps": float(progress.step), "skipped_steps": float(progress.skipped)}
     if losses:
         metrics["loss"] = sum(losses) / len(losses)
+    if lines and (measured := json.loads(lines[-1]).get("eval_loss")) is not None:
+        metrics["eval_loss"] = measured
     return metrics

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from stages.training.config import TrainingConfig
+from stages.training.distributed import placed_like, whole
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024: the steepest slope at zero that still stays bounded
 BATCH_ELEMENTS = 2**26  # matrices of one shape are stacked up to this many elements (256 MiB in fp32)
@@ -49,7 +50,8 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon for matrices (parameters of two dimensions, or stacks of matrices of three).
 
-    The momentum is Nesterov's over an exponential average of the gradients; weight decay is decoupled.
+    The momentum is Nesterov's over an exponential average of the gradients; weight decay is decoupled. The momentum of
+    a sharded matrix is sharded; its update is made whole to be orthogonalised, on every rank, a batch at a time.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Muon(torch.optim.Optimizer):
             buffer = state["momentum_buffer"]
             buffer.lerp_(param.grad, 1 - momentum)
             updates.append(param.grad.lerp(buffer, momentum))  # type: ignore[union-attr]
-        stacked = torch.stack(updates)
+        stacked = torch.stack([whole(update) for update in updates])
         if stacked.is_cuda:
             stacked = stacked.bfloat16()
         stacked = orthogonalize(stacked, group["steps"])
@@ -98,7 +100,7 @@ class Muon(torch.optim.Optimizer):
         for param, update in zip(params, stacked, strict=True):
             if decay != 1:
                 param.mul_(decay)
-            param.add_(update.to(param.dtype), alpha=-group["lr"] * scale)
+            param.add_(placed_like(update.to(param.dtype), param), alpha=-group["lr"] * scale)
 
 
 def parameter_kinds(model: Any) -> dict[str, list[tuple[str, Tensor]]]:
@@ -181,28 +183,30 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], factor: float) ->
             group["lr"] = group["peak_lr"] * factor
 
 
-def optimizer_tensors(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, Tensor]]:
+def optimizer_tensors(
+    parameters: dict[str, Tensor], optimizers: list[torch.optim.Optimizer]
+) -> Iterator[tuple[str, Tensor]]:
     """The optimisers' state as ("parameter name/slot", tensor)."""
-    for name, param in model.named_parameters():
+    for name, param in parameters.items():
         for optimizer in optimizers:
             for slot, value in optimizer.state.get(param, {}).items():
                 yield f"{name}/{slot}", value
 
 
 def load_optimizer_tensors(
-    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]
+    parameters: dict[str, Tensor], optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor]
 ) -> None:
-    """Put back what `optimizer_tensors` gave, into freshly allocated memory on each parameter's device.
+    """Put back what `optimizer_tensors` gave, made whole: into freshly allocated memory on each parameter's device, and
+    sharded as the parameter is.
 
     Raises:
         ValueError: a tensor belongs to no trained parameter.
     """
     owners = {id(param): optimizer for optimizer in optimizers for g in optimizer.param_groups for param in g["params"]}
-    params = dict(model.named_parameters())
     for key, value in tensors.items():
         name, _, slot = key.rpartition("/")
-        param = params.get(name)
+        param = parameters.get(name)
         if param is None or id(param) not in owners:
             raise ValueError(f"saved optimiser state {key!r} belongs to no trained parameter")
         fresh = torch.empty(value.shape, dtype=value.dtype, device=param.device).copy_(value)
-        owners[id(param)].state[param][slot] = fresh
+        owners[id(param)].state[param][slot] = placed_like(fresh, param) if value.shape == param.shape else fresh

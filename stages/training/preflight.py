@@ -1,20 +1,24 @@
 """What is checked before the first step, so that a run that cannot work ends at once with a sentence (code 83).
 
 Everything here costs seconds at most and needs no training step: data, tokenizer against tokenizer, vocabulary against
-embedding rows, row length against positions, batch arithmetic, and that the model keeps packed documents apart.
+embedding rows, row length against positions, batch arithmetic, that the model keeps packed documents apart, and that
+disk and memory hold what training will surely need.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from stages.contract import Refused
+from stages.contract import Refused, StageContext
 from stages.modeling.packing import keeps_documents_apart
 from stages.training.config import TrainingConfig
+from stages.training.distributed import rank, world_size
 
 
 def check_rows(rows: int, targets: int, config: TrainingConfig, what: str) -> None:
@@ -70,6 +74,66 @@ def check_model(model: Any, tokenizer: Any, *, max_token: int, length: int, pack
             f"{what} packs several documents into a row, and the model ({model.config.model_type}) cannot keep them "
             "apart; tokenize without packing"
         )
+
+
+def check_room(context: StageContext[Any], config: TrainingConfig, model: Any) -> None:
+    """Disk and memory hold what the run needs for sure, on top of what is there already.
+
+    Disk: one snapshot (weights and optimiser state, written to the scratch folder before it is uploaded) and the
+    checkpoint. Memory: gradients and optimiser state of this machine's ranks; activations come on top, and cannot be
+    foretold from sizes alone.
+
+    Args:
+        context: its scratch folder is where snapshots are written.
+        config: optimiser and distribution.
+        model: on the device that it trains on.
+
+    Raises:
+        Refused: with what is needed, what is free, and what would help.
+    """
+    if rank() != 0:
+        return
+    weights = sum(param.numel() * param.element_size() for param in model.parameters())
+    trained = sum(param.numel() * param.element_size() for param in model.parameters() if param.requires_grad)
+    state = trained * (1 if config.optimizer == "muon" else 2)
+    on_gpu = model.device.type == "cuda"
+    copies = 1 if on_gpu or config.distribution == "fsdp2" else world_size()
+    memory = (trained + state) * copies // (world_size() if on_gpu and config.distribution == "fsdp2" else 1)
+    available = torch.cuda.mem_get_info(model.device)[0] if on_gpu else _available_memory()
+    if available is not None and memory > available:
+        raise Refused(
+            f"gradients and optimiser state take {_gib(memory)} of {'GPU ' if on_gpu else ''}memory, before any "
+            f"activation, and {_gib(available)} are free; train a smaller model, or use a larger machine or, with "
+            "several processes, distribution: fsdp2"
+        )
+    disk, free = 2 * weights + state, shutil.disk_usage(context.scratch).free
+    if disk > free:
+        raise Refused(
+            f"a snapshot and the checkpoint take {_gib(disk)} of disk, and {context.scratch} has {_gib(free)} free; "
+            "free some, or keep the store on a larger disk"
+        )
+
+
+def _available_memory() -> int | None:
+    """Bytes that this machine can still give, or the control group that we are in; None where nothing says so."""
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            # What the group holds for caches is given back when it is needed.
+            statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text()) - int(statistics.get("inactive_file", 0))
+            found.append(int(limit) - used)
+    except (OSError, ValueError, IndexError):
+        pass
+    return min(found, default=None)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
 
 
 def check_same_tokenizer(model_folder: Path, data_tokenizer: Path, what: str) -> None:

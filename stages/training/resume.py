@@ -4,6 +4,8 @@ A snapshot is a folder: `model.safetensors`, `optimizer.safetensors`, `objective
 random streams, skip counters, seconds spent) and `training.jsonl` (the records so far). It is written after an
 optimiser step, so that nothing of a step is half done. Restoring copies into tensors that PyTorch allocated: memory
 mapped from a file may lie on other boundaries, where vectorised sums can differ in the last bit.
+
+Tensors are saved whole, whatever ranks they were sharded over: a run may go on with another number of ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stages.training.distributed import Trained, placed_like, rank, whole
 from stages.training.optimizers import load_optimizer_tensors, optimizer_tensors
 
-FORMAT = 1
+FORMAT = 2
 
 
 class OtherFormat(Exception):
@@ -38,7 +41,7 @@ class Progress:
         skipped: steps skipped because of a non-finite loss or gradient.
         skipped_in_a_row: how many of the latest steps were skipped.
         seconds: wall-clock seconds spent training, over all attempts.
-        scaler: state of the fp16 loss scaler, where there is one.
+        scaler: state of the loss scale.
     """
 
     step: int = 0
@@ -48,12 +51,11 @@ class Progress:
     scaler: dict[str, Any] = field(default_factory=dict)
 
 
-def _model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, tied ones once."""
-    kept = set(model.state_dict(keep_vars=True))
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    tensors.update((name, buffer) for name, buffer in model.named_buffers() if name in kept)
-    return tensors
+def _model_tensors(trained: Trained) -> dict[str, Tensor]:
+    """Trained parameters and persistent buffers by name, tied ones once; frozen ones are as they were loaded."""
+    kept = set(trained.model.state_dict(keep_vars=True))
+    buffers = {name: buffer for name, buffer in trained.module.named_buffers() if name in kept}
+    return {name: param for name, param in trained.parameters.items() if param.requires_grad} | buffers
 
 
 def _random_streams() -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -80,32 +82,41 @@ def _set_random_streams(plain: dict[str, Any], tensors: dict[str, Tensor]) -> No
 
 
 def _packed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    # safetensors refuses views and shared memory; a scalar optimiser slot may be either.
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    """The whole tensors in the memory of rank 0; nothing on other ranks, which only help to collect them."""
+    packed = {}
+    for name, tensor in tensors.items():
+        full = whole(tensor.detach())
+        if rank() == 0:
+            packed[name] = full.cpu().contiguous()  # safetensors refuses views; a scalar optimiser slot may be one
+    return packed
 
 
 def write_snapshot(
     folder: Path,
     progress: Progress,
-    model: torch.nn.Module,
+    trained: Trained,
     optimizers: list[torch.optim.Optimizer],
     extra: dict[str, Tensor],
     records: Path,
 ) -> None:
-    """Write a whole snapshot into the new folder `folder`.
+    """Write a whole snapshot into the new folder `folder`. All ranks call it, and rank 0 writes.
 
     Args:
         folder: a path that does not exist yet.
         progress: where the run is, after an optimiser step.
-        model: its weights as they are now.
+        trained: the model, with its weights as they are now.
         optimizers: their state as it is now.
         extra: what the objective adds.
         records: the training.jsonl so far, copied.
     """
+    weights = _packed(_model_tensors(trained))
+    moments = _packed(dict(optimizer_tensors(trained.parameters, optimizers)))
+    if rank() != 0:
+        return
     folder.mkdir(parents=True)
     plain, streams = _random_streams()
-    save_file(_packed(_model_tensors(model)), folder / "model.safetensors")
-    save_file(_packed(dict(optimizer_tensors(model, optimizers)) | streams), folder / "optimizer.safetensors")
+    save_file(weights, folder / "model.safetensors")
+    save_file(moments | _packed(streams), folder / "optimizer.safetensors")
     save_file(_packed(extra), folder / "objective.safetensors")
     shutil.copyfile(records, folder / "training.jsonl")
     state = {
@@ -121,9 +132,9 @@ def write_snapshot(
 
 
 def read_snapshot(
-    folder: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], records: Path
+    folder: Path, trained: Trained, optimizers: list[torch.optim.Optimizer], records: Path
 ) -> tuple[Progress, dict[str, Tensor]]:
-    """Put a snapshot back into model, optimisers, random streams and `records`.
+    """Put a snapshot back into model, optimisers, random streams and `records`, on every rank by itself.
 
     Returns:
         The progress, and the objective's extra tensors.
@@ -135,7 +146,7 @@ def read_snapshot(
     state = json.loads((folder / "state.json").read_text())
     if state.get("format") != FORMAT:
         raise OtherFormat(f"saved progress has format {state.get('format')!r}, and this version reads {FORMAT}")
-    saved, live = load_file(folder / "model.safetensors"), _model_tensors(model)
+    saved, live = load_file(folder / "model.safetensors"), _model_tensors(trained)
     if saved.keys() != live.keys():
         odd = sorted(saved.keys() ^ live.keys())[0]
         raise ValueError(f"saved progress in {folder} is of another model: {odd!r} is in only one of them")
@@ -143,10 +154,10 @@ def read_snapshot(
         for name, tensor in live.items():
             if tensor.shape != saved[name].shape:
                 raise ValueError(f"saved progress in {folder} is of another model: {name!r} has another shape")
-            tensor.copy_(saved[name])
+            tensor.copy_(placed_like(saved[name].to(tensor.device), tensor))
     tensors = load_file(folder / "optimizer.safetensors")
     streams = {name: tensors.pop(name) for name in list(tensors) if name.startswith("random/")}
-    load_optimizer_tensors(model, optimizers, tensors)
+    load_optimizer_tensors(trained.parameters, optimizers, tensors)
     extra = {name: tensor.clone() for name, tensor in load_file(folder / "objective.safetensors").items()}
     shutil.copyfile(folder / "training.jsonl", records)
     _set_random_streams(state["random"], streams)

@@ -5,9 +5,9 @@ import torch
 from small_models import build
 from torch.nn import functional
 
-from stages.modeling import logprobs as module
-from stages.modeling.logprobs import has_plain_head, token_logprobs
-from stages.modeling.packing import attention_inputs, keeps_documents_apart, position_ids_of
+from stages.modeling import head
+from stages.modeling.logprobs import has_plain_head, token_logprobs, token_loss
+from stages.modeling.packing import attention_inputs, flatten, keeps_documents_apart, position_ids_of, runs_flat
 
 FAMILIES = [(name, tied) for name in ("llama", "qwen3", "gpt2") for tied in (True, False)]
 
@@ -132,7 +132,8 @@ def test_chunks_of_the_head_give_the_same_values_and_gradients(monkeypatch):
     whole.sum().backward()
     grads = [param.grad.clone() for param in model.parameters()]
     model.zero_grad()
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 61 * 4)
+    monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 61 * 4)
+    monkeypatch.setattr(head, "CHUNK_ROWS", 1)
     parts, entropy_parts = token_logprobs(model, ids, mask, temperature=0.7, return_entropy=True)
     parts.sum().backward()
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
@@ -185,3 +186,85 @@ def test_looking_at_the_head_leaves_dropout_and_the_random_stream_as_they_were()
     assert torch.equal(before, torch.get_rng_state())
     assert model.training
     assert not model.transformer.h[0].training
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("chunk", [61 * 4, 2**22])
+def test_the_loss_of_a_batch_is_the_sum_of_its_log_probabilities_with_smoothing_and_z_loss(monkeypatch, name, chunk):
+    monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", chunk)
+    monkeypatch.setattr(head, "CHUNK_ROWS", 1)
+    model, ids = build(name).double(), tokens(2, 9)
+    segments = torch.tensor([[1] * 4 + [2] * 5, [1] * 7 + [0] * 2])
+    mask = torch.ones_like(ids)
+    mask[0, [0, 4]] = mask[1, 0] = mask[1, 7] = mask[1, 8] = 0
+    loss, nll, extra = token_loss(model, ids, mask, segment_ids=segments, label_smoothing=0.1, z_loss=0.01)
+    loss.backward()
+    grads = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    logits = torch.cat([model(input_ids=part[None]).logits[0, :-1] for part in (ids[0, :4], ids[0, 4:], ids[1, :7])])
+    labels = torch.cat([ids[0, 1:4], ids[0, 5:], ids[1, 1:7]])
+    z = 0.01 * logits.logsumexp(-1).square().sum()
+    expected = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1) + z
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(extra, z.detach(), rtol=1e-10, atol=1e-10)
+    plain = functional.cross_entropy(logits, labels, reduction="sum").detach()
+    torch.testing.assert_close(nll, plain, rtol=1e-10, atol=1e-10)
+    for param, grad in zip(model.parameters(), grads, strict=True):  # both families' norms compute in fp32
+        torch.testing.assert_close(param.grad, grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_gradients_of_flattened_documents_equal_those_of_documents_alone(name):
+    model = build(name).double()
+    lengths = [1, 2, 3, 5, 7, 9, 11, 13, 17, 19, 3]  # more lengths than have a call of their own
+    ids = tokens(1, sum(lengths))
+    segments = torch.tensor([[number + 1 for number, length in enumerate(lengths) for _ in range(length)]])
+    mask = torch.ones_like(ids)
+    mask[:, 0] = 0
+    mask[:, 1:][segments[:, 1:] != segments[:, :-1]] = 0
+    assert runs_flat(model)
+    token_loss(model, ids, mask, segment_ids=segments)[0].backward()
+    grads = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    start, total = 0, 0.0
+    for length in lengths:
+        total = total - own_logprobs(model, ids[:, start : start + length])[:, 1:].sum()
+        start += length
+    total.backward()
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(grad, param.grad, rtol=1e-8, atol=1e-10)
+
+
+def test_flattening_leaves_the_padding_out_on_either_side():
+    ids = torch.tensor([[7, 8, 9, 0], [0, 5, 6, 4]])
+    flat = flatten(ids, torch.tensor([[1, 1, 2, 0], [0, 1, 1, 1]]))
+    assert flat.input_ids.tolist() == [[7, 8, 9, 5, 6, 4]]
+    assert flat.position_ids.tolist() == [[0, 1, 0, 0, 1, 2]]
+    assert flat.documents.lengths == [2, 1, 3]
+    assert flat.place.tolist() == [0, 1, 2, -1, -1, 3, 4, 5]
+
+
+def test_models_with_masks_of_their_own_keep_their_rows():
+    assert not runs_flat(build("mistral"))
+    assert not runs_flat(build("gemma2"))
+    assert not runs_flat(build("llama", implementation="eager"))
+    assert not runs_flat(build("mamba"))
+
+
+def test_a_target_that_nothing_predicts_and_a_batch_of_padding_are_errors():
+    model, ids = build("llama"), tokens(1, 5)
+    with pytest.raises(ValueError, match="follows padding"):
+        token_logprobs(model, ids, torch.ones_like(ids), attention_mask=torch.tensor([[0, 0, 1, 1, 1]]))
+    with pytest.raises(ValueError, match="nothing but padding"):
+        token_logprobs(model, ids, torch.zeros_like(ids), attention_mask=torch.zeros_like(ids))
+
+
+def test_generation_and_plain_rows_of_a_model_that_runs_flat_are_unchanged():
+    model, other, ids = build("qwen3"), build("qwen3"), tokens(2, 6)
+    assert runs_flat(model)
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, other(input_ids=ids).logits)
+        ours = model.generate(ids, attention_mask=padding, max_new_tokens=5, do_sample=False)
+        assert torch.equal(ours, other.generate(ids, attention_mask=padding, max_new_tokens=5, do_sample=False))

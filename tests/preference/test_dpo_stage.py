@@ -117,7 +117,6 @@ def test_loss_and_metrics_agree_with_float64_on_the_model_itself(inputs, tmp_pat
             logs = torch.log_softmax(model(torch.tensor([[*prompt, *completion]])).logits[0], dim=-1)
         return sum(logs[len(prompt) + i - 1, token].item() for i, token in enumerate(completion))
 
-
     chosen_rows = epoch_order(10, 0, 0)[:4]
     pairs = [read_preferences(inputs["data"])[row] for row in chosen_rows]
     losses, nll, margins, tokens = 0.0, 0.0, 0.0, 0

@@ -96,7 +96,7 @@ def test_every_way_to_end_has_its_code_and_sentence(
         ({"config": {"total": 1, "totl": 2}}, "config of step one: totl: Extra inputs are not permitted"),
         ({"stage": "toy.absent"}, "there is no stage 'toy.absent' (no module toy.absent.config)"),
         ({"inputs": {"dta": "sha256:" + "0" * 64}}, "step one: stage toy.counter has no input dta (data)"),
-        ({"resources": {"processes": 2}}, "step one: resources.processes is 2, and stages train in one process"),
+        ({"resources": {"processes": 2}}, "step one: resources.processes is 2, and stage toy.counter runs in one"),
     ],
 )
 def test_a_bad_request_is_refused_in_one_sentence(toy: Any, changes: dict[str, Any], message: str) -> None:

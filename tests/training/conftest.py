@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small_runs import make_attempt
+from stage_server import stage_server
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +26,10 @@ def attempt(tmp_path):
         return make_attempt(tmp_path / f"attempt-{count}", tmp_path / "store", config, inputs, **more)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def stages(tmp_path_factory):
+    """A fork server for stages of several ranks."""
+    with stage_server(tmp_path_factory.mktemp("stages")) as server:
+        yield server

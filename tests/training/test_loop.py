@@ -227,12 +227,9 @@ def test_fp16_on_a_cpu_is_refused(attempt):
 
 
 def test_bf16_products_follow_fp32_and_keep_fp32_weights(attempt, tmp_path):
-    from accelerate.state import AcceleratorState
-
     rows = read_packed(make_dataset(tmp_path / "data"))
     losses = []
     for i, precision in enumerate(("no", "bf16")):
-        AcceleratorState._reset_state(True)  # one process has one precision, but for this test
         config = TrainingConfig(max_steps=4, train_batch_size=6, learning_rate=1e-2, mixed_precision=precision)
         trial = attempt(config, {}, key=f"{i:08x}")
         model = small_model()
@@ -240,7 +237,6 @@ def test_bf16_products_follow_fp32_and_keep_fp32_weights(attempt, tmp_path):
         train(trial.context, config, model, None, objective, total_steps=4)
         assert {param.dtype for param in model.parameters()} == {torch.float32}
         losses.append([line["loss"] for line in records(trial)])
-    AcceleratorState._reset_state(True)
     assert losses[1] == pytest.approx(losses[0], abs=0.02)
     assert losses[1] != losses[0]
 
@@ -257,3 +253,18 @@ def test_recomputed_activations_give_the_same_checkpoint(attempt, tmp_path):
         assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules()) == recompute
         weights.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
     assert torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_alike_and_leave_an_ordinary_model(attempt, tmp_path):
+    rows = read_packed(make_dataset(tmp_path / "data"))
+    losses = []
+    for i, compiled in enumerate((False, True)):
+        config = TrainingConfig(max_steps=3, train_batch_size=6, learning_rate=1e-2, torch_compile=compiled)
+        model = small_model()
+        objective = CausalLM(rows.input_ids, rows.segment_ids, rows.loss_mask, config)
+        trial = attempt(config, {}, key=f"{i:08x}")
+        train(trial.context, config, model, None, objective, total_steps=3)
+        losses.append([line["loss"] for line in records(trial)])
+        assert all(module._compiled_call_impl is None for module in model.modules())
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)

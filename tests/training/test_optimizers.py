@@ -121,11 +121,11 @@ def test_state_put_back_continues_to_the_bit(kind):
     first = small_model()
     optimizers = make_optimizers(first, config)
     steps(first, optimizers, range(3))
-    kept = {name: tensor.clone() for name, tensor in optimizer_tensors(first, optimizers)}
+    kept = {name: tensor.clone() for name, tensor in optimizer_tensors(dict(first.named_parameters()), optimizers)}
     second = small_model()
     second.load_state_dict(first.state_dict())
     optimizers = make_optimizers(second, config)
-    load_optimizer_tensors(second, optimizers, kept)
+    load_optimizer_tensors(dict(second.named_parameters()), optimizers, kept)
     steps(second, optimizers, range(3, 6))
     for a, b in zip(whole.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -134,4 +134,8 @@ def test_state_put_back_continues_to_the_bit(kind):
 def test_state_of_another_model_is_refused():
     model = small_model()
     with pytest.raises(ValueError, match=r"'nowhere/exp_avg' belongs to no trained parameter"):
-        load_optimizer_tensors(model, make_optimizers(model, TrainingConfig()), {"nowhere/exp_avg": torch.zeros(1)})
+        load_optimizer_tensors(
+            dict(model.named_parameters()),
+            make_optimizers(model, TrainingConfig()),
+            {"nowhere/exp_avg": torch.zeros(1)},
+        )

@@ -115,7 +115,7 @@ def test_rows_without_targets_among_others_are_passed_over(attempt, tmp_path):
     assert all(5 < loss < 6 for loss in losses)  # ln 260 = 5.56
 
 
-def test_a_gpu_that_is_not_there_and_more_processes_than_one_are_refused():
+def test_a_gpu_that_is_not_there_is_refused():
     import torch
 
     if not torch.cuda.is_available():
@@ -123,8 +123,12 @@ def test_a_gpu_that_is_not_there_and_more_processes_than_one_are_refused():
             prepare(Resources(gpus=1), 0)
         with pytest.raises(Refused, match="device: cuda, but"):
             prepare(Resources(), 0, "cuda")
-    with pytest.raises(Refused, match=r"resources\.processes is 2"):
-        prepare(Resources(processes=2), 0)
+
+
+def test_more_processes_than_gpus_are_refused():
+    with pytest.raises(ValueError, match="2 processes cannot share 1 gpus: each needs one of its own"):
+        Resources(gpus=1, processes=2)
+    assert Resources(processes=2).processes == 2  # on the CPU
 
 
 @pytest.mark.parametrize(

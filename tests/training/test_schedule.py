@@ -13,7 +13,7 @@ def factors(steps, **settings):
     return lambda step: learning_rate_factor(config, step, steps)
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "cosine_with_restarts", "wsd"])
 def test_warmup_rises_from_a_first_step_that_learns_to_the_peak(kind):
     factor = factors(100, lr_scheduler_type=kind, warmup_steps=4)
     assert [factor(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
@@ -39,6 +39,33 @@ def test_cosine_at_start_middle_last_step_and_beyond():
     assert factor(40) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.sqrt(0.5)))
     assert factor(99) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 79 / 80)))
     assert factor(100) == factor(500) == pytest.approx(0.1)
+
+
+def test_cosine_with_restarts_starts_anew_from_the_peak_at_equal_intervals():
+    factor = factors(100, lr_scheduler_type="cosine_with_restarts", num_cycles=4, warmup_steps=20, min_lr_ratio=0.1)
+    assert [factor(step) for step in (20, 40, 60, 80)] == [1.0] * 4
+    assert [factor(step) for step in (30, 50, 70, 90)] == pytest.approx([0.55] * 4)
+    for last in (39, 59, 79, 99):
+        assert factor(last) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 19 / 20)))
+    assert factor(100) == factor(500) == pytest.approx(0.1)
+
+
+def test_cosine_with_restarts_is_transformers_own_apart_from_its_warmup():
+    import torch
+    from transformers import get_cosine_with_hard_restarts_schedule_with_warmup
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = get_cosine_with_hard_restarts_schedule_with_warmup(optimizer, 0, 70, num_cycles=3)
+    ours = factors(70, lr_scheduler_type="cosine_with_restarts", num_cycles=3)
+    for step in range(70):
+        assert ours(step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        theirs.step()
+
+
+def test_one_cycle_of_restarts_is_the_cosine():
+    restarts, cosine = (factors(37, lr_scheduler_type=k, warmup_steps=3) for k in ("cosine_with_restarts", "cosine"))
+    assert [restarts(step) for step in range(40)] == [cosine(step) for step in range(40)]
 
 
 def test_wsd_is_flat_until_the_start_of_the_decay():
