@@ -64,9 +64,10 @@ a recipe that comes with Headrace (`flows/recipes/`).
 - **`${name}`** stands for a parameter. Where it is the whole value, the parameter keeps its type; `$${` is a plain
   `${`.
 - **`--set`** changes a recipe for one run: `--set base.max_steps=300`, `--set rate=2e-3`,
-  `--set base.inputs.data=other`. The value is YAML.
+  `--set base.inputs.data=other`, and item by item in a list: `--set chat.generators.0.arguments.count=90`. The value is
+  YAML.
 - **Relative paths** start from the recipe's folder, those of built-in recipes from the current one. Modules of your
-  own are found beside the recipe too (or in `python_path`).
+  own are found there too (or in `python_path`).
 - **Mistakes** are told before anything starts, each with its line: unknown fields and steps with the nearest name,
   inputs of the wrong kind with those that fit, steps that wait for one another.
 

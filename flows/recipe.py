@@ -21,17 +21,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flows.recipe_errors import Mistakes, describe_errors, kind_of, plain
+from flows.recipe_errors import Mistakes, describe_errors, kind_of, plain, quoted
 from flows.recipe_inputs import check_cycles, check_kinds, read_inputs
 from flows.recipe_model import BUILT_IN, InputRef, Recipe, RecipeError, Step, near, paths_start_from, stage_names
 from flows.recipe_yaml import Document, YamlError, parse, parse_value
 from flows.recipe_yaml import Path as Where
 from flows.runners.memory import parse_size
-from stages.contract import Resources, config_class
+from stages.artifacts import canonical_json
+from stages.contract import Resources, StageConfig, config_class
 
 __all__ = ["Header", "InputRef", "Recipe", "RecipeError", "Step", "load_recipe"]
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,99}")  # it becomes the name of a log file
 _SPECIAL = ("stage", "inputs", "resources")
 
 
@@ -169,7 +170,7 @@ class _Reader:
         steps = steps if isinstance(steps, dict) else {}
         parameters = self.value.get("parameters")
         parameters = parameters if isinstance(parameters, dict) else {}
-        path: list[str]
+        path: list[Any]
         if parts[0] in steps and len(parts) > 1:
             path = ["steps", *parts]
         elif parts[0] in parameters:
@@ -183,16 +184,29 @@ class _Reader:
             raise RecipeError(f"{origin}: no parameter {parts[0]}.{near(parts[0], parameters)}{known}")
         else:
             raise RecipeError(f"{origin}: no step {parts[0]}.{near(parts[0], steps)} Steps: {', '.join(steps)}.")
-        target_value = self.value
+        target_value: Any = self.value
         for index, part in enumerate(path[:-1]):
-            if target_value.get(part) is None:
+            if isinstance(target_value, dict) and target_value.get(part) is None:
                 target_value[part] = {}
-            target_value = target_value[part]
-            if not isinstance(target_value, dict):
-                shown = ".".join(path[1 : index + 1] if path[0] == "steps" else path[: index + 1])
-                raise RecipeError(f"{origin}: {shown} is {kind_of(target_value)}, not a mapping.")
-        target_value[path[-1]] = value
+                self.bad.overridden(tuple(path[: index + 1]), origin)
+            target_value = target_value[self.key(target_value, path, index, origin)]
+        target_value[self.key(target_value, path, len(path) - 1, origin)] = value
         self.bad.overridden(tuple(path), origin)
+
+    def key(self, value: Any, path: list[Any], index: int, origin: str) -> str | int:
+        """What part `index` of a `--set` path is in `value`: a key of a mapping, or the number of a list's item."""
+        shown = ".".join(map(str, path[1:index] if path[0] == "steps" else path[:index]))
+        if isinstance(value, dict):
+            return str(path[index])
+        if not isinstance(value, list):
+            raise RecipeError(f"{origin}: {shown} is {kind_of(value)}, not a mapping.")
+        if not re.fullmatch(r"[0-9]{1,6}", path[index]) or int(path[index]) >= len(value):
+            known = f"0 to {len(value) - 1}" if value else "none, for it is empty"
+            raise RecipeError(
+                f"{origin}: {shown} is a list; name the number of an item ({known}), or set the whole list."
+            )
+        path[index] = int(path[index])
+        return int(path[index])
 
     # parameters
 
@@ -240,7 +254,10 @@ class _Reader:
         for name, body in value.items():
             path: Where = ("steps", name)
             if not _NAME.fullmatch(name):
-                self.bad.add(path, f"{name!r} cannot be a step's name: letters, digits, - and _, a letter first.")
+                self.bad.add(
+                    path,
+                    f"{quoted(name)} cannot be a step's name: letters, digits, - and _, a letter first, at most 100.",
+                )
             elif not isinstance(body, dict):
                 self.bad.add(path, f"{name}: a step is a mapping with `stage`, not {kind_of(body)}.")
             elif (step := self.step(name, body, path, value)) is not None:
@@ -270,6 +287,8 @@ class _Reader:
             return None
         settings = {key: item for key, item in body.items() if key not in _SPECIAL}
         config = self.validate(config_type, settings, path, _SPECIAL)
+        if config is not None:
+            self.check_identity(name, config, path)
         given = body.get("resources")
         resources = self.validate(Resources, {} if given is None else given, (*path, "resources"))
         for field in ("memory", "shm"):
@@ -290,6 +309,15 @@ class _Reader:
         if config is None or resources is None:
             return None
         return Step(name, stage, inputs, config, resources, self.bad.where(path))
+
+    def check_identity(self, name: str, config: StageConfig, path: Where) -> None:
+        """Note the settings that cannot be part of a step's key, before anything runs on the way to that step."""
+        for field, value in config.identity().items():
+            try:
+                canonical_json(value)
+            except ValueError as error:
+                reason = str(error).partition(": ")[2]
+                self.bad.add((*path, field), f"{name}.{field}: cannot be kept exactly: {reason}.")
 
 
 def _dotted(path: Where) -> str:

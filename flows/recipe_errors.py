@@ -72,8 +72,14 @@ def kind_of(value: Any) -> str:
         case list():
             return "a list"
         case str():
-            return f"the text {value!r}" if value else "an empty text"
+            return f"the text {quoted(value)}" if value else "an empty text"
     return f"the value {plain(value)}"
+
+
+def quoted(value: Any) -> str:
+    """A value as Python writes it, cut where it is too long to read."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:160]}...{text[-1]}"
 
 
 def plain(value: Any) -> str:
@@ -141,7 +147,7 @@ def _sentence(details: ErrorDetails, model: type[BaseModel], data: Any, below: P
     message = re.sub(r" or instance of \w+|, unable to parse.*", "", message)
     message = message.replace("Input should be", "should be").replace("dictionary", "mapping")
     value = details["input"]
-    return f"{message}, not {kind_of(value) if isinstance(value, dict | list) else repr(value)}"
+    return f"{message}, not {kind_of(value) if isinstance(value, dict | list) else quoted(value)}"
 
 
 def _models_at(model: type[BaseModel], path: Path) -> list[type[BaseModel]]:

@@ -6,13 +6,14 @@ reference and each folder of a model, and one for all plain files together; a ma
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flows.recipe_errors import Mistakes, kind_of
+from flows.recipe_errors import Mistakes, kind_of, quoted
 from flows.recipe_model import InputRef, RecipeError, Step, describe_input, near, wrong_input
 from flows.recipe_yaml import Path as Where
 from stages.contract import StageConfig
@@ -44,6 +45,8 @@ def read_inputs(
             bad.add(place, f"{step}: no input {name!r}.{near(name, config.INPUTS)}{known}")
         elif given is None:
             continue
+        elif given in ([], {}) and not takes.required:
+            bad.add(place, f"{step}: input {name} is {kind_of(given)} without anything in it; leave it out.")
         elif takes.many:
             for ref in reader.many(name, given, place):
                 if ref.name in result:
@@ -112,6 +115,9 @@ class _References:
         step, where = self.step, self.bad.where(path)
         if not isinstance(given, str) or not given:
             self.bad.add(path, f"{step}: input {name} names a step, a reference or a file, not {kind_of(given)}.")
+            return None
+        if problem := _check_name(given):
+            self.bad.add(path, f"{step}: input {name}: {quoted(given)} {problem}.")
             return None
         if given.startswith("stdlib:"):
             return InputRef(name, given, "files", patterns=(given,), where=where)
@@ -196,6 +202,23 @@ def _outputs(steps: dict[str, Step], reader: Step) -> list[tuple[str, str, str |
             result.append((name, config.OUTPUT, config.holds() if config.OUTPUT == "dataset" else None))
             result.extend((f"{name}/{side}", kind, None) for side, kind in config.SIDE_OUTPUTS.items())
     return result
+
+
+def _check_name(given: str) -> str:
+    """Why no file can have the name that an input is given; "" if one can."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", given):
+        return "is a URL, and nothing is fetched from one; download it and give the path of the file"
+    try:
+        name = os.fsencode(Path(given).expanduser())
+    except UnicodeEncodeError:
+        return "holds half of a surrogate pair, which no file name can"
+    except RuntimeError:  # "~name"
+        return "starts with ~, and there is no such home folder; write ./~ for a file of that name, or the whole path"
+    if b"\0" in name:
+        return "holds a NUL character, which no file name can"
+    if len(name) > 4000 or max(map(len, name.split(b"/"))) > 255:
+        return "is too long for the name of a file"
+    return ""
 
 
 def _check_target(prefix: str, rest: str) -> str:

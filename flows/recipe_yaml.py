@@ -6,11 +6,14 @@ and `on` are strings, and `1e-3` is a number). Anchors, aliases and merge keys (
 Invariants:
 - A key that is written twice in one mapping is refused, never silently replaced.
 - Every value has a line: `Document.line(path)` is that of the value itself or of the nearest value around it.
+- A short text never becomes a huge document: what aliases multiply, and how deep values nest, has a limit.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +21,10 @@ import yaml
 
 Path = tuple[str | int, ...]
 
+MAX_VALUES = 100_000  # in one document, aliases spelt out
+
 _TAG = "tag:yaml.org,2002:"
+_TOO_DEEP = "values are nested too deeply"
 
 
 class YamlError(ValueError):
@@ -80,11 +86,16 @@ def parse(text: str) -> Document:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(part for part in (error.problem, error.context) if part)
         raise YamlError(mark.line + 1 if mark else 1, problem.replace("\n", " ")) from None
+    except RecursionError:
+        raise YamlError(loader.line + 1, _TOO_DEEP) from None
     finally:
         loader.dispose()
     document = Document(None)
     if node is not None:
-        document.value = _build(node, (), document.lines, ())
+        try:
+            document.value = _build(node, (), document.lines, (), itertools.count(1))
+        except RecursionError:
+            raise YamlError(1, _TOO_DEEP) from None
     return document
 
 
@@ -97,22 +108,26 @@ def parse_value(text: str) -> Any:
     return parse(text).value
 
 
-def _build(node: yaml.Node, path: Path, lines: dict[Path, int], around: tuple[int, ...]) -> Any:
+def _build(node: yaml.Node, path: Path, lines: dict[Path, int], around: tuple[int, ...], count: Iterator[int]) -> Any:
     line = node.start_mark.line + 1
     if id(node) in around:
         raise YamlError(line, "an alias refers to a value that contains it")
+    if next(count) > MAX_VALUES:
+        raise YamlError(line, f"aliases make this more than {MAX_VALUES:,} values; write less of them")
     around = (*around, id(node))
     lines.setdefault(path, line)
     if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-        return _mapping(node, path, lines, around)
+        return _mapping(node, path, lines, around, count)
     if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-        return [_build(item, (*path, index), lines, around) for index, item in enumerate(node.value)]
+        return [_build(item, (*path, index), lines, around, count) for index, item in enumerate(node.value)]
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, line)
     raise YamlError(line, f"the tag {node.tag.replace(_TAG, '!!')} has no use in a recipe")
 
 
-def _mapping(node: yaml.MappingNode, path: Path, lines: dict[Path, int], around: tuple[int, ...]) -> dict[str, Any]:
+def _mapping(
+    node: yaml.MappingNode, path: Path, lines: dict[Path, int], around: tuple[int, ...], count: Iterator[int]
+) -> dict[str, Any]:
     result: dict[str, Any] = {}
     written: dict[str, int] = {}
     merged: list[tuple[yaml.Node, int]] = []
@@ -128,7 +143,7 @@ def _mapping(node: yaml.MappingNode, path: Path, lines: dict[Path, int], around:
             raise YamlError(line, f"{'.'.join(map(str, (*path, key)))} is written twice, first on line {written[key]}")
         written[key] = line
         lines[(*path, key)] = line
-        result[key] = _build(value_node, (*path, key), lines, around)
+        result[key] = _build(value_node, (*path, key), lines, around, count)
     for value_node, line in merged:
         parts = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
         for part in parts:
@@ -136,7 +151,7 @@ def _mapping(node: yaml.MappingNode, path: Path, lines: dict[Path, int], around:
                 raise YamlError(line, "<< takes a mapping, or a list of mappings")
             if id(part) in around:
                 raise YamlError(line, "an alias refers to a value that contains it")
-            for key, value in _mapping(part, path, {}, (*around, id(part))).items():
+            for key, value in _mapping(part, path, {}, (*around, id(part)), count).items():
                 if key not in result:
                     result[key] = value
                     lines[(*path, key)] = line
@@ -145,6 +160,8 @@ def _mapping(node: yaml.MappingNode, path: Path, lines: dict[Path, int], around:
 
 def _scalar(node: yaml.ScalarNode, line: int) -> Any:
     tag, text = node.tag.removeprefix(_TAG), node.value
+    if tag == "int" and len(text) > 400:
+        raise YamlError(line, f"the number {text[:20]}... has {len(text):,} digits, too many to use")
     try:
         match tag:
             case "str":
@@ -158,7 +175,7 @@ def _scalar(node: yaml.ScalarNode, line: int) -> Any:
             case "float":
                 return float(re.sub(r"(?i)\.(inf|nan)", r"\1", text))
     except ValueError:
-        raise YamlError(line, f"{text!r} is not a value of type {tag}") from None
+        raise YamlError(line, f"{text[:40]!r} is not a value of type {tag}") from None
     if tag == "merge":
         return text
     raise YamlError(line, f"the tag {node.tag.replace(_TAG, '!!')} has no use in a recipe")

@@ -136,6 +136,9 @@ def find_files(patterns: tuple[str, ...], folder: Path) -> tuple[str, list[tuple
     found: dict[str, Path] = {}
     for pattern in library:
         root = Path(sysconfig.get_path("stdlib"))
+        below = Path(pattern.removeprefix("stdlib:"))
+        if below.is_absolute() or ".." in below.parts:
+            raise ValueError(f"{pattern!r} leads out of Python's standard library; give the path without stdlib:")
         files = _expand(root, pattern.removeprefix("stdlib:"))
         if not files:
             raise ValueError(f"{pattern!r} matches no file of Python's standard library in {root}")
@@ -170,6 +173,8 @@ def _match(pattern: str, folder: Path) -> tuple[Path, list[Path]]:
         if not files:
             raise ValueError(f"folder {path} holds no files")
         return path, files
+    if path.exists():
+        raise ValueError(f"{path} is neither a file nor a folder")
     if not glob.has_magic(pattern):
         here = Path(os.path.abspath(Path(pattern).expanduser()))
         hint = f"; paths start from the recipe's folder, and {here} exists: give that" if here.exists() else ""

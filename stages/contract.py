@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import importlib
 import re
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 KINDS = ("source", "dataset", "checkpoint", "logprobs", "rollouts", "report", "adapter")
 
@@ -110,12 +112,22 @@ def import_function(path: str) -> Callable[..., Any]:
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
-        raise Refused(f"cannot import {module_name!r} of {path!r}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise Refused(f"cannot import {module_name!r} of {path!r}: {failure(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise Refused(f"module {module_name!r} has no function {name!r}")
     return function
+
+
+def failure(error: BaseException) -> str:
+    """What a user's function raised, and where: "KeyError: 'answer' (rewards.py line 12)"."""
+    libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the caller's own
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    where = f" ({Path(own[-1].filename).name} line {own[-1].lineno})" if own else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' if text else ''}{text[:500]}{where}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,7 @@ class Input:
 class StageConfig(BaseModel):
     """Base of every stage's `Config`. Subclasses set the class attributes below."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     VERSION: ClassVar[int] = 1  # raised whenever the bytes of the stage's output change for the same config and inputs
     INPUTS: ClassVar[dict[str, Input]] = {}
@@ -147,6 +159,16 @@ class StageConfig(BaseModel):
     SIDE_OUTPUTS: ClassVar[dict[str, str]] = {}  # name -> kind of further artifacts, used in a recipe as "step/name"
     RANKS: ClassVar[bool] = False  # whether several processes (resources.processes) can run the stage together
     NEEDS_TORCH: ClassVar[bool] = True  # False, in the body of `Config`: the stage starts without waiting for torch
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python counts true as 1; whoever writes `max_steps: true` meant something else."""
+        if isinstance(value, bool) and info.field_name is not None:
+            allowed = repr(cls.model_fields[info.field_name].annotation)
+            if not re.search(r"\b(bool|Any|object|Literal)\b", allowed) and re.search(r"\b(int|float)\b", allowed):
+                raise ValueError(f"should be a number, not {str(value).lower()}")
+        return value
 
     def holds(self) -> str | None:
         """For a stage that makes a dataset: what its rows are ("text", "chat", "preference", "prompt")."""

@@ -42,7 +42,7 @@ def canonical_json(value: Any) -> bytes:
     try:
         return rfc8785.dumps(value)
     except rfc8785.CanonicalizationError as error:
-        raise ValueError(f"no canonical JSON for this value: {error}") from error
+        raise ValueError(f"no canonical JSON for this value: {str(error)[:200]}") from error
 
 
 def sha256_hex(data: bytes) -> str:

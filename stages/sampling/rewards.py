@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from stages.contract import NonFinite, Refused, import_function
+from stages.contract import NonFinite, Refused, failure, import_function
 
 RESERVED = ("prompts", "completions", "completion_ids", "finished")
 
@@ -151,8 +151,8 @@ def _call(reward: Reward, given: dict[str, list[Any]]) -> list[Any]:
         given = {name: values for name, values in given.items() if name in parameters}
     try:
         values = reward.function(**given)
-    except Exception as error:
-        raise Refused(f"reward {reward.name} failed: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise Refused(f"reward {reward.name} failed: {failure(error)}") from error
     try:
         values = list(values)
     except TypeError:

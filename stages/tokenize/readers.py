@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from stages.contract import Refused, import_function
+from stages.contract import Refused, StageEnd, failure, import_function
 
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIX = ".parquet"
 PARQUET_BATCH = 1024
+MAX_DEPTH = 64  # of lists and objects in a row; what handles rows recurses
 
 
 class BadRow(ValueError):
@@ -100,8 +101,10 @@ def generate(function: str, arguments: dict[str, Any], seed: int) -> Iterator[Ro
         raise Refused(f"generator {function} cannot be called with {', '.join(sorted(given))}: {error}") from None
     try:
         rows = iter(call(**given))
-    except (TypeError, ValueError) as error:
-        raise Refused(f"generator {function} with {arguments}: {type(error).__name__}: {error}") from error
+    except StageEnd:
+        raise
+    except (Exception, SystemExit) as error:
+        raise Refused(f"generator {function} with {arguments}: {failure(error)}") from error
     number = 0
     while True:
         number += 1
@@ -111,6 +114,12 @@ def generate(function: str, arguments: dict[str, Any], seed: int) -> Iterator[Ro
             return
         except ValueError as error:  # how a generator says that an argument is out of range
             raise Refused(f"generator {function} with {arguments}: {error}") from error
+        except StageEnd:
+            raise
+        except (Exception, SystemExit) as error:
+            raise Refused(
+                f"generator {function} with {arguments} failed at row {number:,}: {failure(error)}"
+            ) from error
         yield _checked(f"{function} row {number:,}", columns)
 
 
@@ -148,7 +157,24 @@ def _checked(where: str, columns: Any) -> Row:
     if not isinstance(columns, dict) or not all(isinstance(name, str) for name in columns):
         error = BadRow("not_an_object", f"a row must be an object with named columns, not {type(columns).__name__}")
         return Row(where, {}, error)
+    if _too_deep(columns):
+        return Row(where, {}, BadRow("nested_too_deep", f"values are nested more than {MAX_DEPTH} deep"))
     return Row(where, columns)
+
+
+def _too_deep(columns: dict[str, Any]) -> bool:
+    """Whether lists and objects lie more than `MAX_DEPTH` deep in one another (or contain themselves)."""
+    level = [item for item in columns.values() if isinstance(item, dict | list | tuple)]
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return False
+        level = [
+            inner
+            for item in level
+            for inner in (item.values() if isinstance(item, dict) else item)
+            if isinstance(inner, dict | list | tuple)
+        ]
+    return True
 
 
 def _open(path: Path, name: str) -> IO[bytes]:
@@ -195,15 +221,25 @@ def _read_json_lines(path: Path, name: str) -> Iterator[Row]:
             text = _decode(line)
             if number == 1 and text.lstrip().startswith("["):
                 raise BadRow("not_json", "the file holds one JSON array; write one object a line (JSON Lines)")
-            columns = json.loads(text)
+            columns = json.loads(text, object_pairs_hook=_object)
         except BadRow as error:
             yield Row(where, {}, error)
         except json.JSONDecodeError as error:
-            yield Row(where, {}, BadRow("not_json", f"not valid JSON: {error.msg} at character {error.pos + 1:,}"))
+            hint = f"{error.msg} at character {error.pos + 1:,}; a line holds one whole JSON object"
+            yield Row(where, {}, BadRow("not_json", f"not valid JSON: {hint}"))
         except (RecursionError, ValueError) as error:  # nested too deep, or a number of thousands of digits
             yield Row(where, {}, BadRow("not_json", f"not usable JSON: {error}"))
         else:
             yield _checked(where, columns)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    columns = dict(pairs)
+    if len(columns) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRow("duplicate_key", f"{twice!r} is given twice in one object, so which one counts is not clear")
+    return columns
 
 
 def _read_text(path: Path, name: str, unit: str) -> Iterator[Row]:
@@ -247,13 +283,36 @@ def _read_parquet(path: Path, name: str) -> Iterator[Row]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twice := sorted({column for column in names if names.count(column) > 1}):
+                yield Row(name, {}, BadRow("duplicate_key", f"it has two columns {twice[0]!r}; rename one"))
+                return
             for batch in file.iter_batches(batch_size=PARQUET_BATCH):
-                for columns in batch.to_pylist():
+                for columns in _batch_rows(batch):
                     number += 1
                     yield _checked(f"{name} row {number:,}", columns)
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         yield Row(name, {}, BadRow("damaged_file", f"not a readable Parquet file, after row {number:,}: {text}"))
+
+
+def _batch_rows(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch as Python values.
+
+    Raises:
+        ValueError: a column has values that Python has none for.
+    """
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
+    except Exception:  # whatever the type of each column raises: nanoseconds, time zones, years after 9999
+        for column, values in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                values.to_pylist()
+            except Exception as error:
+                text = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise ValueError(f"column {column!r} ({values.type}) cannot be read: {text}; leave it out") from error
+        raise
 
 
 def _read_custom(path: Path, name: str, reader: Callable[..., Any]) -> Iterator[Row]:
@@ -264,3 +323,7 @@ def _read_custom(path: Path, name: str, reader: Callable[..., Any]) -> Iterator[
             yield _checked(f"{name} row {number:,}", columns)
     except (ValueError, SyntaxError, OSError) as error:  # how a reader says that the file is not one of its own
         yield Row(name, {}, BadRow("damaged_file", f"the reader failed after row {number:,}: {error}"))
+    except StageEnd:
+        raise
+    except (Exception, SystemExit) as error:
+        raise Refused(f"{name}: the reader failed after row {number:,}: {failure(error)}") from error

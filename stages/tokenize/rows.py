@@ -143,6 +143,9 @@ def _pair(config: Config, columns: dict[str, Any]) -> Pair:
     if not (isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)):
         prompt = _with_system(config, _as_messages(prompt, "user"))
         chosen, rejected = _as_messages(chosen, "assistant"), _as_messages(rejected, "assistant")
+    for name, turns in (("chosen", chosen), ("rejected", rejected)):
+        if isinstance(turns, list) and turns[0]["role"] != "assistant":
+            raise BadRow("wrong_type", f"the {name} completion starts with a turn of {turns[0]['role']}, not assistant")
     if chosen == rejected:
         raise BadRow("equal_completions", "the chosen and the rejected completion are equal")
     return Pair(prompt, chosen, rejected, tools=_tools(columns))
@@ -231,7 +234,9 @@ def _string(value: Any, template: str) -> str:
 
 def _tools(columns: dict[str, Any]) -> list[Any] | None:
     tools = columns.get("tools")
-    return tools if isinstance(tools, list) and tools else None
+    if tools is not None and not isinstance(tools, list):
+        raise BadRow("wrong_type", f'"tools" must be a list of JSON schemas, not {type(tools).__name__}')
+    return tools or None
 
 
 def _hash(value: Any) -> bytes:

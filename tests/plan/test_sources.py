@@ -78,6 +78,9 @@ def test_a_folder_whose_name_has_a_bracket_is_taken_as_it_is(tmp_path: Path) -> 
         ("nowhere/*.txt", "which does not exist"),
         ("stdlib:nothing.py", "matches no file of Python's standard library"),
         ("data/empty", "holds no files"),
+        ("/dev/null", "/dev/null is neither a file nor a folder"),
+        ("stdlib:../*", "leads out of Python's standard library"),
+        ("stdlib:/etc/hostname", "leads out of Python's standard library"),
         ("data/gone.txt*", "is a link to a file that does not exist"),
     ],
 )

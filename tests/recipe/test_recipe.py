@@ -126,6 +126,19 @@ def test_set_changes_settings_parameters_and_inputs(project: Path) -> None:
     assert list(recipe.steps["report"].inputs) == ["models.dpo"]
 
 
+def test_set_reaches_into_lists_by_number(project: Path) -> None:
+    recipe = load(
+        project, GOOD, "report.inputs.models.1=base", "corpus.inputs.data.0=other.txt", "report.inputs.models.0=dpo"
+    )
+    assert list(recipe.steps["report"].inputs) == ["models.dpo", "models.base"]
+    assert recipe.steps["corpus"].inputs["data.files"].patterns == ("other.txt", "*.md")
+    assert refusal(project, GOOD, "report.inputs.models.2=dpo") == (
+        "--set report.inputs.models.2=dpo: report.inputs.models is a list; name the number of an item (0 to 1), "
+        "or set the whole list."
+    )
+    assert "is the value 0.1, not a mapping" in refusal(project, GOOD, "dpo.beta.0=3")
+
+
 def test_parameters_inside_a_text_are_written_as_yaml_writes_them(project: Path) -> None:
     text = "parameters: {a: true, b: 2}\nsteps:\n  x: {stage: st.rows, inputs: {data: '${a}-${b}-$${c}.txt'}}\n"
     assert load(project, text).steps["x"].inputs["data.files"].patterns == ("true-2-${c}.txt",)
@@ -191,6 +204,20 @@ def test_side_outputs_artifacts_and_models_of_the_hub_can_be_named(project: Path
         ("name: example", "nam: example", "recipe.yaml:2: nam: no such field. Did you mean name?"),
         ("name: example", "python_path: [nowhere]", "python_path: there is no folder"),
         ("  pairs:", "  pa/irs:", "'pa/irs' cannot be a step's name"),
+        ("  pairs:", f"  {'p' * 101}:", "cannot be a step's name: letters, digits, - and _, a letter first, at most"),
+        (
+            '["${file}.txt", "*.md"]',
+            "[]",
+            "recipe.yaml:7: corpus: input data is a list without anything in it; leave it",
+        ),
+        ("*.md", "~nosuchuser/x", "'~nosuchuser/x' starts with ~, and there is no such home folder"),
+        ("*.md", "x" * 5000 + "/", "x...' is too long for the name of a file."),
+        ("*.md", "a\\0.md", "holds a NUL character"),
+        ("*.md", "\\ud800.md", "holds half of a surrogate pair"),
+        ("*.md", "https://host/a.txt", "'https://host/a.txt' is a URL, and nothing is fetched from one; download it"),
+        ('"${rate}"', "1e999", "recipe.yaml:11: base.learning_rate: should be a finite number, not inf."),
+        ("${seed}", "true", "recipe.yaml:12: base.max_steps: should be a number, not true."),
+        ("${seed}", "9" * 30, "9 exceeds safe integer domain for JSON floats."),
         (
             "max_steps:",
             "model: {hiden_size: 3}\n    max_steps:",

@@ -73,3 +73,29 @@ def test_what_is_not_a_recipe_is_refused_with_its_line(text: str, line: int, mes
         parse(text)
     assert caught.value.line == line
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize("opened", ["[", "{a: "])
+def test_values_nested_too_deeply_are_refused_in_a_sentence(opened: str) -> None:
+    for text in ("a: " + opened * 20_000, "a: " + opened * 3000 + ("]" if opened == "[" else "}") * 3000):
+        with pytest.raises(YamlError, match="nested too deeply"):
+            parse(text)
+
+
+@pytest.mark.parametrize(
+    ("first", "more"),
+    [("a0: &a0 [x]", "a{n}: &a{n} [{many}]"), ("a0: &a0 {{x: 1}}", "a{n}: &a{n} {{{{<<: [{many}]}}}}")],
+)
+def test_aliases_of_aliases_do_not_fill_the_memory(first: str, more: str) -> None:
+    lines = [first.replace("{{", "{").replace("}}", "}")]
+    for n in range(1, 9):
+        line = more.replace("{n}", str(n)).replace("{many}", ", ".join([f"*a{n - 1}"] * 9))
+        lines.append(line.replace("{{{{", "{").replace("}}}}", "}"))
+    with pytest.raises(YamlError, match="more than 100,000 values"):
+        parse("\n".join(lines))
+
+
+def test_a_number_of_thousands_of_digits_is_refused_and_not_printed() -> None:
+    with pytest.raises(YamlError, match="has 5,000 digits") as refused:
+        parse("a: " + "9" * 5000)
+    assert len(str(refused.value)) < 200

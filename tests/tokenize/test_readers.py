@@ -145,3 +145,77 @@ def test_generators_get_the_seed_of_the_step_unless_their_arguments_have_one() -
     function = "stages.examples.arithmetic:chats"
     assert list(generate(function, {"count": 3}, 1)) == list(generate(function, {"count": 3, "seed": 1}, 2))
     assert list(generate(function, {"count": 3}, 1)) != list(generate(function, {"count": 3}, 2))
+
+
+def test_a_key_that_is_given_twice_in_an_object_is_a_bad_row(tmp_path: Path) -> None:
+    (row,) = read(tmp_path, "a.jsonl", b'{"text": "one", "meta": {"a": 1, "a": 2}}\n')
+    assert row.error is not None
+    assert (row.error.reason, "'a' is given twice" in str(row.error)) == ("duplicate_key", True)
+
+
+@pytest.mark.parametrize(("depth", "bad"), [(60, False), (70, True), (900, True)])
+def test_a_row_is_bad_where_what_follows_could_not_walk_it(tmp_path: Path, depth: int, bad: bool) -> None:
+    data = b'{"text": "a", "z": ' + b"[" * depth + b"]" * depth + b"}\n"
+    assert reasons(read(tmp_path, "a.jsonl", data)) == ["nested_too_deep" if bad else None]
+
+
+def test_a_parquet_column_that_python_has_no_value_for_is_named(tmp_path: Path) -> None:
+    table = pa.table({"text": ["a"], "when": pa.array([1], pa.timestamp("ns"))})  # one nanosecond after 1970
+    pq.write_table(table, tmp_path / "a.parquet")
+    (row,) = list(read_file(tmp_path / "a.parquet", "a.parquet"))
+    assert row.error is not None
+    assert row.error.reason == "damaged_file"
+    assert "column 'when' (timestamp[ns]) cannot be read" in str(row.error)
+
+
+def test_a_parquet_file_with_two_columns_of_one_name_is_refused_not_halved(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert reasons(list(read_file(tmp_path / "a.parquet", "a.parquet"))) == ["duplicate_key"]
+
+
+FAILING = """
+import sys
+
+def gen(seed, how):
+    yield {"text": "a"}
+    if how == "exit":
+        sys.exit(0)
+    {}[how]
+
+def reader(path):
+    yield {"text": "a"}
+    return {}["answer"]
+
+def nothing(path):
+    return None
+"""
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "failing_rows.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "failing_rows"
+
+
+@pytest.mark.parametrize(("how", "error"), [("answer", "KeyError: 'answer'"), ("exit", "SystemExit: 0")])
+def test_a_generator_that_fails_is_named_with_its_row_and_line(failing: str, how: str, error: str) -> None:
+    rows = generate(f"{failing}:gen", {"how": how}, 0)
+    assert next(rows).columns == {"text": "a"}
+    line = 8 if how == "answer" else 7
+    with pytest.raises(Refused) as refused:
+        next(rows)
+    assert str(refused.value) == (
+        f"generator {failing}:gen with {{'how': '{how}'}} failed at row 2: {error} ({failing}.py line {line})"
+    )
+
+
+def test_a_reader_that_fails_is_named_with_the_file_and_its_line(failing: str, tmp_path: Path) -> None:
+    module = __import__(failing)
+    with pytest.raises(
+        Refused, match=rf"^a\.x: the reader failed after row 1: KeyError: 'answer' \({failing}.py line 12\)"
+    ):
+        list(read_file(tmp_path / "a.x", "a.x", reader=module.reader))
+    with pytest.raises(Refused, match=r"^a\.x: the reader failed after row 0: TypeError: 'NoneType' object"):
+        list(read_file(tmp_path / "a.x", "a.x", reader=module.nothing))

@@ -90,6 +90,8 @@ def test_a_prompt_keeps_the_other_columns() -> None:
         ("preference", {"prompt": "q", "chosen": "a", "rejected": "a"}, "equal_completions", "are equal"),
         ("preference", {"chosen": [ANSWER], "rejected": [OTHER]}, "missing_field", "no beginning in common"),
         ("preference", {"chosen": [USER, ANSWER], "rejected": [USER]}, "empty", "answers nothing"),
+        ("preference", {"prompt": "q", "chosen": [USER], "rejected": "b"}, "wrong_type", "starts with a turn of user"),
+        ("chat", {"messages": [USER, ANSWER], "tools": "[]"}, "wrong_type", '"tools" must be a list'),
         ("prompt", {"question": "q"}, "missing_field", '"prompt" is missing'),
         ("prompt", {"prompt": [USER, ANSWER]}, "wrong_type", "ends with the assistant's own turn"),
         ("prompt", {"prompt": "q", "when": datetime.date(2024, 1, 1)}, "wrong_type", '"when" cannot go to a reward'),
