@@ -157,28 +157,35 @@ def test_moments_in_8_bits_follow_adamw_and_come_back_exactly():
     pytest.importorskip("torchao")
     config = TrainingConfig(optimizer="adamw_8bit", weight_decay=0.01, learning_rate=1e-2)
 
-    def trained(model, optimizers, steps):
+    def model():
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64}
+        return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))  # matrices of blocks of 256, as torchao asks
+
+    def trained(network, optimizers, steps):
         for step in steps:
             generator = torch.Generator().manual_seed(step)
-            for param in model.parameters():
+            for param in network.parameters():
                 param.grad = torch.randn(param.shape, generator=generator)
             set_learning_rate(optimizers, 1 / (1 + step))
             for optimizer in optimizers:
                 optimizer.step()
 
-    whole = small_model()
+    whole = model()
     trained(whole, make_optimizers(whole, config), range(6))
-    first = small_model()
+    first = model()
     optimizers = make_optimizers(first, config)
     trained(first, optimizers, range(3))
     kept = {name: tensor.clone() for name, tensor in optimizer_tensors(dict(first.named_parameters()), optimizers)}
     assert kept["model.embed_tokens.weight/exp_avg_sq.codes"].dtype == torch.uint8
-    second = small_model()
+    second = model()
     second.load_state_dict(first.state_dict())
     optimizers = make_optimizers(second, config)
     load_optimizer_tensors(dict(second.named_parameters()), optimizers, kept)
     trained(second, optimizers, range(3, 6))
-    exact = small_model()
+    exact = model()
     trained(exact, make_optimizers(exact, TrainingConfig(weight_decay=0.01, learning_rate=1e-2)), range(6))
     for a, b, c in zip(whole.parameters(), second.parameters(), exact.parameters(), strict=True):
         assert torch.equal(a, b)
