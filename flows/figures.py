@@ -113,6 +113,10 @@ def figure(name: str, value: float) -> str:
     if name.endswith("_per_second"):
         unit = {"tokens": "tok"}.get(name.removesuffix("_per_second"), name.removesuffix("_per_second"))
         return rate(value, unit)
+    if name.endswith("_bytes"):
+        return f"{name.removesuffix('_bytes').replace('_', ' ')} {number(value / 2**30)} GiB"
+    if name == "mfu":
+        return f"MFU {percent(value)}"
     return f"{name.replace('_', ' ')} {number(value)}"
 
 

@@ -14,13 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from stages.contract import Refused
 
 SUMS = "SHA256SUMS"
+# Parts of a parameter's name that torch.compile, DDP, FSDP and peft put there.
+_WRAPPERS = {
+    "_orig_mod",
+    "module",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "base_layer",
+    "lora_A",
+    "lora_B",
+}
 # How and where from the files were loaded; it says nothing about the model.
 _LOADING_NOTES = (
     "_from_model_config",
@@ -176,7 +186,8 @@ def _tidy_json(path: Path) -> None:
 def check_export(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     """Reload `folder` with plain transformers and compare it with the live model.
 
-    Checked: logits on fixed tokens, parameter names, dtype, tied weights, vocabulary, end of turn, and chat template.
+    Checked: logits on fixed tokens, parameter names and that no wrapper's are among them, dtype, tied weights,
+    vocabulary against embedding rows, the tokenizer's vocabulary, end of turn, and chat template.
 
     Raises:
         RuntimeError: naming the first difference.
@@ -193,9 +204,14 @@ def check_export(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
         fail(f"the saved weights do not match the architecture ({odd[0]})")
     if reloaded.dtype != model.dtype:
         fail(f"saved in {reloaded.dtype}, the live model is {model.dtype}")
+    if odd := _odd_names(folder):
+        fail(f"the saved weights have names that only a wrapper gives ({odd[0]})")
     rows = reloaded.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         fail(f"the tokenizer has {len(tokenizer)} tokens, the embedding only {rows} rows")
+    vocabulary = reloaded.config.get_text_config().vocab_size
+    if vocabulary != rows:
+        fail(f"config.json says {vocabulary} tokens, the embedding has {rows} rows")
     if _is_tied(model) != _is_tied(reloaded):
         fail("the tie between embedding and head is lost")
     ids = (torch.arange(32, dtype=torch.int64) * 7919 % rows)[None]
@@ -222,6 +238,15 @@ def check_export(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     eos = eos if isinstance(eos, list) else [eos]
     if missing := [index for index in end_of_turn_ids(tokenizer) if index not in eos]:
         fail(f"generation_config.json does not end at token {missing[0]}")
+
+
+def _odd_names(folder: Path) -> list[str]:
+    """Names of saved tensors that come from a wrapper (compiled, distributed, adapted) around a model's layers."""
+    names: list[str] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            names.extend(file.keys())
+    return [name for name in names if set(name.split(".")) & _WRAPPERS]
 
 
 def _is_tied(model: Any) -> bool:

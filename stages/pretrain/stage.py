@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stages.contract import StageContext
+from stages.contract import Refused, StageContext
 from stages.modeling.checkpoint import load_model, load_tokenizer
 from stages.modeling.scratch import new_model
 from stages.pretrain.config import Config
@@ -25,9 +25,11 @@ def run(context: StageContext[Config]) -> None:
     data = context.inputs["data"]
     tokenizer = load_tokenizer(tokenizer_folder(data))
     if (folder := context.inputs.get("model")) is not None:
-        check_same_tokenizer(folder, tokenizer_folder(data), "input data")
+        check_same_tokenizer(folder, tokenizer_folder(data), "input data", new_special_tokens=True)
         model: Any = load_model(folder)
     else:
+        if config.lora is not None:
+            raise Refused("lora trains adapters of a model that is there; give the step an input model, or remove lora")
         info = read_info(data)
         row_length = info.row_length or 0
         model = new_model(

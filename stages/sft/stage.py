@@ -24,7 +24,7 @@ def run(context: StageContext[Config]) -> None:
     config = context.config
     device = prepare(context.resources, config.seed, config.device)
     data = context.inputs["data"]
-    check_same_tokenizer(context.inputs["model"], tokenizer_folder(data), "input data")
+    check_same_tokenizer(context.inputs["model"], tokenizer_folder(data), "input data", new_special_tokens=True)
     tokenizer = load_tokenizer(tokenizer_folder(data))
     model = load_model(context.inputs["model"], device=device)
     train_on_packed(context, config, model, tokenizer, data)

@@ -16,6 +16,7 @@ from torch import Tensor
 from stages.contract import Refused, StageContext
 from stages.modeling.logprobs import token_loss
 from stages.modeling.lora import add_adapter
+from stages.modeling.vocabulary import fit_embeddings
 from stages.tokenize.dataset import read_packed
 from stages.training.config import TokenLossConfig, TrainingConfig
 from stages.training.distributed import rows_per_pass
@@ -140,6 +141,13 @@ def train_on_packed(
     Raises:
         Refused: see `stages.training.preflight`.
     """
+    if added := fit_embeddings(model, tokenizer):
+        if config.lora is not None:
+            raise Refused(
+                f"input data has {added} special tokens that the model lacks, and lora would leave their embeddings"
+                " untrained; train all weights, or tokenize with the model's own tokenizer"
+            )
+        context.log(f"{added} new tokens: the embedding has {len(tokenizer)} rows now")
     rows = read_packed(data, "train")
     count, length = rows.input_ids.shape
     check_rows(count, int(rows.loss_mask.sum(dtype=np.int64)), config, "input data")

@@ -22,7 +22,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -61,7 +60,8 @@ def connect(device: torch.device, timeout: float) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and a host's name may not resolve
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=Path(os.environ["HEADRACE_RENDEZVOUS"]).as_uri(),
+        # Not by a file:// URL, whose escapes of characters in the path would not be undone.
+        store=dist.FileStore(os.environ["HEADRACE_RENDEZVOUS"], world_size()),
         rank=rank(),
         world_size=world_size(),
         timeout=timedelta(seconds=timeout),

@@ -12,16 +12,20 @@ one batched product, in fp32 on a CPU and bf16 on a GPU.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from stages.contract import Refused
 from stages.training.config import TrainingConfig
 from stages.training.distributed import placed_like, whole
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al., 2024: the steepest slope at zero that still stays bounded
+PARTS_8BIT = ("codes", "scale", "qmap")  # what an 8-bit moment of torchao is made of
 BATCH_ELEMENTS = 2**26  # matrices of one shape are stacked up to this many elements (256 MiB in fp32)
 
 
@@ -158,7 +162,9 @@ def make_optimizers(model: Any, config: TrainingConfig) -> list[torch.optim.Opti
                 steps=config.muon_steps,
             )
         )
-    if groups:
+    if groups and config.optimizer == "adamw_8bit":
+        optimizers.append(_adamw_8bit(groups, config))
+    elif groups:
         optimizers.append(
             torch.optim.AdamW(
                 groups,
@@ -172,25 +178,50 @@ def make_optimizers(model: Any, config: TrainingConfig) -> list[torch.optim.Opti
         raise ValueError("the model has no parameter to train")
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
+            group["peak_lr"] = float(group["lr"])
     return optimizers
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], config: TrainingConfig) -> torch.optim.Optimizer:
+    """AdamW whose moments are kept in 8 bits, in blocks of 256 (Dettmers et al., 2021, arXiv:2110.02861).
+
+    Raises:
+        Refused: torchao is not installed, or the model is sharded.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise Refused("optimizer: adamw_8bit needs the package torchao; pip install torchao, or use adamw")
+    if any(isinstance(param, DTensor) for group in groups for param in group["params"]):
+        raise Refused("optimizer: adamw_8bit does not go with distribution: fsdp2, which shards the state; use adamw")
+    from torchao.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(
+        groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon
+    )
+    return optimizer
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
     """Give every group its peak rate times `factor`."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
+            rate = group["peak_lr"] * factor
+            if isinstance(group["lr"], Tensor):  # torchao's, whose step is compiled
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def optimizer_tensors(
     parameters: dict[str, Tensor], optimizers: list[torch.optim.Optimizer]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The optimisers' state as ("parameter name/slot", tensor)."""
+    """The optimisers' state as ("parameter name/slot", tensor); a slot in 8 bits is three plain tensors."""
     for name, param in parameters.items():
         for optimizer in optimizers:
             for slot, value in optimizer.state.get(param, {}).items():
-                yield f"{name}/{slot}", value
+                if hasattr(value, "codes"):
+                    yield from ((f"{name}/{slot}.{part}", getattr(value, part)) for part in PARTS_8BIT)
+                else:
+                    yield f"{name}/{slot}", value
 
 
 def load_optimizer_tensors(
@@ -202,7 +233,19 @@ def load_optimizer_tensors(
     Raises:
         ValueError: a tensor belongs to no trained parameter.
     """
+    tensors = dict(tensors)
+    packed = {key.removesuffix(".codes") for key in tensors if key.endswith(".codes")}
     owners = {id(param): optimizer for optimizer in optimizers for g in optimizer.param_groups for param in g["params"]}
+    for key in packed:
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+        name, _, slot = key.rpartition("/")
+        param = parameters.get(name)
+        if param is None or id(param) not in owners:
+            raise ValueError(f"saved optimiser state {key!r} belongs to no trained parameter")
+        parts = [tensors.pop(f"{key}.{part}").clone().to(param.device) for part in PARTS_8BIT]
+        # The first moment has a sign, and so its own table of values.
+        owners[id(param)].state[param][slot] = OptimState8bit(*parts, slot == "exp_avg", param.dtype)
     for key, value in tensors.items():
         name, _, slot = key.rpartition("/")
         param = parameters.get(name)

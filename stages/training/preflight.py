@@ -136,13 +136,16 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def check_same_tokenizer(model_folder: Path, data_tokenizer: Path, what: str) -> None:
+def check_same_tokenizer(
+    model_folder: Path, data_tokenizer: Path, what: str, *, new_special_tokens: bool = False
+) -> None:
     """The data was tokenized with the model's own tokenizer (its chat template may differ).
 
     Args:
         model_folder: a checkpoint; one without a tokenizer passes.
         data_tokenizer: the tokenizer folder of the dataset.
         what: how to call the data in a message.
+        new_special_tokens: whether the data's tokenizer may have special tokens that the model's lacks.
 
     Raises:
         Refused: naming the first difference.
@@ -154,6 +157,12 @@ def check_same_tokenizer(model_folder: Path, data_tokenizer: Path, what: str) ->
     if theirs is None:
         raise Refused(f"{what} holds no tokenizer.json, so it cannot be compared with the model's; {advice}")
     own, other = _vocabulary(ours), _vocabulary(theirs)
+    if new_special_tokens:
+        new = [t for t in theirs.get("added_tokens", []) if t.get("special") and t["content"] not in own]
+        theirs = theirs | {"added_tokens": [t for t in theirs.get("added_tokens", []) if t not in new]}
+        other = _vocabulary(theirs)
+        if ours == theirs:
+            return
     if own != other:
         odd = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))[0]
         raise Refused(

@@ -79,8 +79,10 @@ def start_trackers(context: StageContext[Any], config: TrainingConfig, *, main: 
 
 
 def _tracker(name: str, run: str) -> Any:
+    from accelerate import PartialState
     from accelerate.tracking import MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
+    PartialState()  # accelerate's log messages need it
     if name == "tensorboard":
         return TensorBoardTracker(run, Path(os.environ.get("TENSORBOARD_LOGGING_DIR", "runs")))
     if name == "mlflow":

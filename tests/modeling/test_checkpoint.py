@@ -132,3 +132,55 @@ def test_loaded_weights_lie_on_64_byte_boundaries(tmp_path):
     model = load_model(tmp_path)
     assert all(param.data_ptr() % 64 == 0 for param in model.parameters())
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_a_model_that_ran_on_flattened_documents_saves_the_same_bytes(tmp_path):
+    from stages.modeling.packing import runs_flat
+
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        model = build("llama")
+        assert name == "before" or runs_flat(model)
+        save_checkpoint(model, tokenizer(), tmp_path / name)
+    for path in (tmp_path / "before").iterdir():
+        assert path.read_bytes() == (tmp_path / "after" / path.name).read_bytes()
+
+
+def test_the_gate_refuses_names_that_a_wrapper_gave(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = build("llama", tied=False)
+    save_checkpoint(model, tokenizer(), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["_orig_mod.lm_head.weight"] = weights.pop("lm_head.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="export gate"):
+        check_export(model, tokenizer(), tmp_path)
+
+
+def test_the_gate_refuses_a_config_with_another_vocabulary_size_or_dtype(tmp_path):
+    model = build("llama")
+    save_checkpoint(model, tokenizer(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    with pytest.raises(RuntimeError, match=r"saved in torch\.bfloat16, the live model is torch\.float32"):
+        check_export(model, tokenizer(), tmp_path)
+
+
+def test_the_gate_refuses_a_lost_end_of_turn_and_a_lost_template(tmp_path):
+    model = build("llama")
+    save_checkpoint(model, tokenizer(), tmp_path)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": 1}))
+    with pytest.raises(RuntimeError, match="does not end at token 2"):
+        check_export(model, tokenizer(), tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(RuntimeError, match="the chat template is lost"):
+        check_export(model, tokenizer(), tmp_path)
+
+
+def test_the_gate_refuses_a_tie_that_is_lost(tmp_path):
+    model = build("llama", tied=True)
+    save_checkpoint(build("llama", tied=False), tokenizer(), tmp_path)
+    with pytest.raises(RuntimeError, match="the tie between embedding and head is lost"):
+        check_export(model, tokenizer(), tmp_path)

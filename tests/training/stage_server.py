@@ -19,6 +19,7 @@ from small_runs import make_dataset
 from stages.artifacts import WorkArea, fetch, open_store, publish
 
 HERE = Path(__file__).parent
+SCRATCH = "a scratch@folder#1"  # characters that a URL would escape
 
 
 class Stages:
@@ -67,7 +68,7 @@ class Stages:
             "config": settings | config,
             "inputs": inputs or {"data": self.data},
             "store": str(self.folder / "store"),
-            "scratch": str(folder / "scratch"),
+            "scratch": str(folder / SCRATCH),
             "resources": {"processes": processes, "threads": 1},
             "python_path": [str(self.folder / "code"), str(HERE.parent / "sampling")],
         }
@@ -82,7 +83,7 @@ class Stages:
         """The outcome of a stage that has been started."""
         answer = self.answer("exited")
         assert answer["id"] == name
-        outcome = json.loads((self.folder / name / "scratch" / "outcome.json").read_text())
+        outcome = json.loads((self.folder / name / SCRATCH / "outcome.json").read_text())
         assert answer["code"] == outcome["code"], (self.folder / name / "stderr").read_text()
         return outcome
 

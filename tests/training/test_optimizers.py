@@ -1,11 +1,13 @@
 """Muon against float64 algebra and PyTorch's own; which parameters decay; state that comes back exactly."""
 
+import importlib.util
 import math
 
 import pytest
 import torch
 from small_runs import small_model
 
+from stages.contract import Refused
 from stages.training.config import TrainingConfig
 from stages.training.optimizers import (
     Muon,
@@ -139,3 +141,52 @@ def test_state_of_another_model_is_refused():
             make_optimizers(model, TrainingConfig()),
             {"nowhere/exp_avg": torch.zeros(1)},
         )
+
+
+def test_8_bits_without_torchao_are_refused_with_its_name(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "torchao" else find(name, *more)
+    )
+    with pytest.raises(Refused, match="adamw_8bit needs the package torchao; pip install torchao, or use adamw"):
+        make_optimizers(small_model(), TrainingConfig(optimizer="adamw_8bit"))
+
+
+@pytest.mark.slow  # torchao compiles its step
+def test_moments_in_8_bits_follow_adamw_and_come_back_exactly():
+    pytest.importorskip("torchao")
+    config = TrainingConfig(optimizer="adamw_8bit", weight_decay=0.01, learning_rate=1e-2)
+
+    def model():
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64}
+        return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))  # matrices of blocks of 256, as torchao asks
+
+    def trained(network, optimizers, steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            for param in network.parameters():
+                param.grad = torch.randn(param.shape, generator=generator)
+            set_learning_rate(optimizers, 1 / (1 + step))
+            for optimizer in optimizers:
+                optimizer.step()
+
+    whole = model()
+    trained(whole, make_optimizers(whole, config), range(6))
+    first = model()
+    optimizers = make_optimizers(first, config)
+    trained(first, optimizers, range(3))
+    kept = {name: tensor.clone() for name, tensor in optimizer_tensors(dict(first.named_parameters()), optimizers)}
+    assert kept["model.embed_tokens.weight/exp_avg_sq.codes"].dtype == torch.uint8
+    second = model()
+    second.load_state_dict(first.state_dict())
+    optimizers = make_optimizers(second, config)
+    load_optimizer_tensors(dict(second.named_parameters()), optimizers, kept)
+    trained(second, optimizers, range(3, 6))
+    exact = model()
+    trained(exact, make_optimizers(exact, TrainingConfig(weight_decay=0.01, learning_rate=1e-2)), range(6))
+    for a, b, c in zip(whole.parameters(), second.parameters(), exact.parameters(), strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c, rtol=0.05, atol=2e-3)

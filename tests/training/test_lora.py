@@ -1,0 +1,109 @@
+"""LoRA: only adapters train, the checkpoint has them merged, the adapter names its base, and both agree."""
+
+import json
+
+import pytest
+import torch
+from small_runs import folder_bytes, make_dataset, make_tokenizer, small_model
+from transformers import AutoModelForCausalLM
+
+from stages.contract import Refused
+from stages.modeling.checkpoint import load_model, save_checkpoint
+from stages.modeling.logprobs import has_plain_head, token_logprobs
+from stages.modeling.lora import add_adapter, merge_adapter
+from stages.sft.config import Config
+from stages.sft.stage import run
+from stages.training.config import LoRA
+
+SETTINGS = {"max_steps": 6, "train_batch_size": 4, "learning_rate": 1e-2, "save_seconds": 0}
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    data = make_dataset(tmp_path / "data", holds="chat")
+    (tmp_path / "model").mkdir()
+    save_checkpoint(small_model(), make_tokenizer(), tmp_path / "model")
+    return {"model": tmp_path / "model", "data": data}
+
+
+def train(attempt, inputs, *, key="ab" * 32, digests=None, stop=lambda: False, **settings):
+    trial = attempt(Config(**SETTINGS | settings), inputs, key=key, stop=stop)
+    adapter = trial.output.parent / "adapter"
+    adapter.mkdir()
+    trial.context.side_outputs["adapter"] = adapter
+    trial.context.digests.update(digests or {})
+    run(trial.context)
+    return trial, adapter
+
+
+def test_the_merged_checkpoint_equals_the_adapter_on_its_base(attempt, inputs):
+    from peft import PeftModel
+
+    trial, adapter = train(attempt, inputs, digests={"model": "sha256:" + "0" * 64}, lora={"r": 4, "alpha": 8})
+    base = AutoModelForCausalLM.from_pretrained(inputs["model"])
+    ids = torch.arange(20)[None]
+    before = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, adapter).eval()
+    merged = AutoModelForCausalLM.from_pretrained(trial.output).eval()
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+    assert (merged(ids).logits - before).abs().max() > 1e-2  # it has learnt something
+    assert {path.name for path in adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "artifact:sha256:" + "0" * 64
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+
+
+def test_the_models_own_weights_do_not_train(attempt, inputs):
+    trial, _ = train(attempt, inputs, lora={"target_modules": ["q_proj"]})
+    before, after = load_model(inputs["model"]).state_dict(), load_model(trial.output).state_dict()
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        "model.layers.0.self_attn.q_proj.weight"
+    }
+
+
+def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(attempt, inputs):
+    from stages.contract import Stopped
+
+    lora = {"lora": {"r": 4, "dropout": 0.1}}
+    whole, whole_adapter = train(attempt, inputs, **lora)
+    asked = iter([False] * 3 + [True] * 99)
+    with pytest.raises(Stopped):
+        train(attempt, inputs, key="cd" * 32, stop=lambda: next(asked), **lora)
+    again, adapter = train(attempt, inputs, key="cd" * 32, **lora)
+    assert any(event["type"] == "resumed" for event in again.events)
+    assert folder_bytes(again.output) == folder_bytes(whole.output)
+    assert folder_bytes(adapter) == folder_bytes(whole_adapter)
+
+
+def test_without_lora_there_is_no_adapter(attempt, inputs):
+    _, adapter = train(attempt, inputs)
+    assert list(adapter.iterdir()) == []
+
+
+def test_a_layer_that_the_model_lacks_is_refused_with_those_that_it_has(attempt, inputs):
+    with pytest.raises(Refused, match=r"lora\.target_modules: .*the model's linear layers are down_proj, .*q_proj"):
+        train(attempt, inputs, lora={"target_modules": ["query"]})
+
+
+def test_an_adapted_head_is_seen_and_goes_through_its_own_forward():
+    model = small_model(tied=False)
+    assert has_plain_head(model)
+    adapted = add_adapter(model, LoRA(target_modules=["lm_head"]), 0)
+    torch.nn.init.ones_(model.lm_head.lora_B["default"].weight)
+    assert not has_plain_head(model)
+    ids = torch.arange(4, 14)[None]
+    logs = torch.log_softmax(model(ids).logits, -1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+    torch.testing.assert_close(token_logprobs(model, ids, torch.ones_like(ids))[0, 1:], logs, rtol=1e-5, atol=1e-5)
+    merged = merge_adapter(adapted)
+    assert has_plain_head(merged)
+    torch.testing.assert_close(token_logprobs(merged, ids, torch.ones_like(ids))[0, 1:], logs, rtol=1e-4, atol=1e-4)
+
+
+def test_equal_seeds_give_equal_adapters():
+    weights = []
+    for seed in (0, 0, 1):
+        model = small_model()
+        add_adapter(model, LoRA(r=2), seed)
+        weights.append(torch.cat([p.flatten() for p in model.parameters() if p.requires_grad]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
