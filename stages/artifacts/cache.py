@@ -216,10 +216,13 @@ class BlobCache:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        except (OSError, StoreError) as error:
+            cause = error if isinstance(error, OSError) else error.__cause__
+            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
                 said = "is full; free some space, or set HEADRACE_CACHE_DIR to another or HEADRACE_CACHE_SIZE=0"
                 raise StoreError(f"the disk of the cache {self.root} {said}") from error
+            if isinstance(error, StoreError):
+                raise
             raise StoreError(f"cannot write the cache {self.root}: {error.strerror or error}") from error
 
     @contextmanager

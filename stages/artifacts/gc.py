@@ -214,7 +214,8 @@ class _Look:
     def runs(self) -> Iterator[_Sure]:
         for prefix in ("runs/", "logs/"):
             for info in self._store.list(prefix):
-                run = info.key.split("/")[1].removesuffix(".json")
+                name = info.key.split("/")[1]
+                run = name.removesuffix(".json") if prefix == "runs/" else name
                 kept = self.marks.runs | (self.marks.logs if prefix == "logs/" else set())
                 if run not in kept and self._old(info, self._retention):
                     item = Garbage(info.key, info.size, "run: old, and nothing that it made is kept")

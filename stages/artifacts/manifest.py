@@ -18,19 +18,23 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import rfc8785
 
 from stages.contract import KINDS
 
 MAX_FILES = 1_000_000
+MAX_BYTES = 256 << 20  # of a manifest, which is read whole
 MAX_PATH_BYTES = 1024
 MAX_NAME_BYTES = 255
 MAX_SIZE = 2**53 - 1  # the largest integer that canonical JSON can hold, for a file and for the sum of all
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_MEMBERS = {"path", "sha256", "size"}
 _HEX = re.compile(r"[0-9a-f]{64}")
+# Paths that are plainly safe, which nearly all are: the checks one by one are for the others, and to say what is wrong.
+_PLAIN = re.compile(r"(?:(?!\.\.?(?:/|\Z))[A-Za-z0-9_.+=@, -]{1,255}/)*(?!\.\.?\Z)[A-Za-z0-9_.+=@, -]{1,255}")
 
 
 def canonical_json(value: Any) -> bytes:
@@ -67,6 +71,8 @@ def check_path(path: Any) -> str:
         ValueError: it is absolute, has "." or "..", a backslash, a drive letter, control characters, is not NFC, is too
             long, or is not text.
     """
+    if isinstance(path, str) and len(path) <= MAX_PATH_BYTES and _PLAIN.fullmatch(path):
+        return path
     if not isinstance(path, str) or not path:
         raise ValueError(f"file name {path!r} is empty or not text")
     try:
@@ -89,8 +95,7 @@ def check_path(path: Any) -> str:
     return path
 
 
-@dataclass(frozen=True)
-class FileEntry:
+class FileEntry(NamedTuple):
     """One file of an artifact.
 
     Attributes:
@@ -152,10 +157,21 @@ class Manifest:
     @cached_property
     def _bytes(self) -> bytes:
         files = [{"path": entry.path, "sha256": entry.sha256, "size": entry.size} for entry in self.files]
-        return canonical_json({"files": files, "kind": self.kind})
+        # For text without control characters and integers below 2**53, with members in order, this is RFC 8785.
+        data = json.dumps({"files": files, "kind": self.kind}, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(data) > MAX_BYTES:
+            raise ValueError(
+                f"the manifest would have {len(data):,} bytes, more than {MAX_BYTES:,}; split the artifact or shorten "
+                "the names of its files"
+            )
+        return data
 
     def to_json(self) -> bytes:
-        """The canonical bytes, whose SHA-256 is the digest."""
+        """The canonical bytes, whose SHA-256 is the digest.
+
+        Raises:
+            ValueError: they are more than a manifest may have.
+        """
         return self._bytes
 
     @cached_property
@@ -170,6 +186,8 @@ class Manifest:
         Raises:
             ValueError: it is not the canonical JSON of an allowed manifest.
         """
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"it has {len(data):,} bytes, more than a manifest may ({MAX_BYTES:,})")
         try:
             value = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -178,7 +196,7 @@ class Manifest:
             raise ValueError('the manifest must hold exactly "kind" and a list "files"')
         entries = []
         for item in value["files"]:
-            if not isinstance(item, dict) or set(item) != {"path", "sha256", "size"}:
+            if not isinstance(item, dict) or item.keys() != _MEMBERS:
                 raise ValueError('every file of a manifest must hold exactly "path", "sha256" and "size"')
             entries.append(FileEntry(**item))
         if not isinstance(value["kind"], str):
@@ -201,6 +219,7 @@ def _check_clashes(paths: Iterable[str]) -> None:
     """Refuse paths that would meet on a file system that ignores case, and files that are also folders."""
     files: dict[str, str] = {}
     folders: dict[str, str] = {}
+    checked: set[str] = set()
     for path in paths:
         folded = _fold(path)
         if folded in files:
@@ -208,8 +227,12 @@ def _check_clashes(paths: Iterable[str]) -> None:
                 f"file names {files[folded]!r} and {path!r} are the same where case is ignored; rename one"
             )
         files[folded] = path
-        parts = path.split("/")
-        for depth in range(1, len(parts)):
+        parent = path.rpartition("/")[0]
+        if not parent or parent in checked:
+            continue
+        checked.add(parent)
+        parts = parent.split("/")
+        for depth in range(1, len(parts) + 1):
             folder = "/".join(parts[:depth])
             other = folders.setdefault(_fold(folder), folder)
             if other != folder:
@@ -220,4 +243,4 @@ def _check_clashes(paths: Iterable[str]) -> None:
 
 
 def _fold(path: str) -> str:
-    return unicodedata.normalize("NFC", path.casefold())
+    return path.lower() if path.isascii() else unicodedata.normalize("NFC", path.casefold())

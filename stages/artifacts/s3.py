@@ -31,7 +31,7 @@ from stages.artifacts import s3_client, s3_transfer
 from stages.artifacts.manifest import blob_key, check_path, sha256_hex
 from stages.artifacts.s3_client import FAULTS, error_code, status
 from stages.artifacts.s3_transfer import Hashed, base64_of
-from stages.artifacts.store import Damaged, NotInStore, ObjectInfo, StoreError, in_parallel, is_segment
+from stages.artifacts.store import Damaged, NotInStore, ObjectInfo, StoreError, check_limit, in_parallel, is_segment
 
 _FILES_AT_ONCE = 4
 _REQUESTS_AT_ONCE = 8
@@ -79,16 +79,20 @@ class S3Store:
                 self._made, self._pid = s3_client.make_client(), os.getpid()
             return self._made
 
-    def get(self, key: str) -> bytes:
-        return self.get_with_tag(key)[0]
+    def get(self, key: str, *, limit: int | None = None) -> bytes:
+        return self._get(key, limit)[0]
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
+        return self._get(key, None)
+
+    def _get(self, key: str, limit: int | None) -> tuple[bytes, str]:
         name, tags = self._name(key), []
 
         def get() -> bytes:
             answer = self.client.get_object(Bucket=self.bucket, Key=name, ChecksumMode="ENABLED")
             tags.append(answer["ETag"])
             with s3_transfer.body_of(answer) as body:
+                check_limit(self.url, key, int(answer["ContentLength"]), limit)
                 return bytes(body.read())
 
         with self._errors("read", key):

@@ -56,7 +56,10 @@ def make_client(*, patient: bool = True) -> Any:
     if style:
         s3["addressing_style"] = style
     retries: dict[str, Any] = {"mode": os.environ.get("AWS_RETRY_MODE") or "adaptive"}
-    retries["total_max_attempts"] = int(os.environ.get("AWS_MAX_ATTEMPTS") or ATTEMPTS) if patient else 2
+    attempts = os.environ.get("AWS_MAX_ATTEMPTS", "").strip() or str(ATTEMPTS)
+    if not attempts.isdigit() or int(attempts) < 1:
+        raise StoreError(f"AWS_MAX_ATTEMPTS is {attempts!r}; set it to a number from 1 on, or leave it out")
+    retries["total_max_attempts"] = int(attempts) if patient else 2
     try:
         described = botocore.session.Session()
         described.register_component("data_loader", _LOADER)
@@ -194,7 +197,7 @@ def _explain_answer(error: aws.ClientError, store: str, bucket: str, where: str,
         )
         return StoreError(f"{store}: bucket {bucket} is not in the region that was asked; {said}")
     if code in _BUSY:
-        return StoreError(f"{store}: {where} is overloaded ({code}), also after {ATTEMPTS} attempts; try again later")
+        return StoreError(f"{store}: {where} is overloaded ({code}), also after several attempts; try again later")
     if code in _FULL:
         return FullStore(
             f"{store} is full ({code}); free some space, raise the quota, or give another place with --store"

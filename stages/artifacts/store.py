@@ -71,8 +71,8 @@ class Store(Protocol):
     url: str
     remote: bool
 
-    def get(self, key: str) -> bytes:
-        """All bytes of an object; `NotInStore` if there is none."""
+    def get(self, key: str, *, limit: int | None = None) -> bytes:
+        """All bytes of an object; `NotInStore` if there is none, `Damaged` and unread if it has more than `limit`."""
 
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
         """All bytes of an object and the tag of this version of it, for `put(..., if_match=tag)`."""
@@ -171,6 +171,16 @@ def open_store(url: str | Path) -> Store:
 def is_segment(key: str, base: str) -> bool:
     """Whether an object is part of the appended object `base`: itself, or `base` with "." and six digits."""
     return key == base or re.fullmatch(re.escape(base) + r"\.\d{6}", key) is not None
+
+
+def check_limit(url: str, key: str, size: int, limit: int | None) -> None:
+    """Refuse to read an object that is larger than its kind may be.
+
+    Raises:
+        Damaged: it is.
+    """
+    if limit is not None and size > limit:
+        raise Damaged(f"{key} in store {url} has {size:,} bytes, more than the {limit:,} that it may have")
 
 
 def hash_file(path: Path) -> tuple[str, int]:

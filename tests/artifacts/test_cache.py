@@ -184,6 +184,25 @@ def test_a_cache_that_is_emptied_meanwhile_costs_only_time(
         process.wait()
 
 
+def test_a_full_disk_under_the_cache_is_one_sentence(tmp_path: Path, s3_url: str) -> None:
+    digest = published(s3_url, tmp_path / "in", {"a": 1_000_000})
+    (tmp_path / "disk").mkdir()
+    script = f'mount -t tmpfs -o size=256k none {tmp_path}/disk && exec "$@"'
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", FETCH]
+    environment = os.environ | {"HEADRACE_CACHE_DIR": f"{tmp_path}/disk/cache"}
+    try:
+        ended = subprocess.run(
+            [*command, s3_url, digest, f"{tmp_path}/out"], capture_output=True, text=True, env=environment
+        )
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if "unshare:" in ended.stderr or "mount:" in ended.stderr:
+        pytest.skip(f"file systems cannot be mounted here: {ended.stderr.strip()}")
+    expected = f"the disk of the cache {tmp_path}/disk/cache is full; free some space, or set HEADRACE_CACHE_DIR"
+    assert expected in ended.stderr.splitlines()[-1], ended.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_cache_can_be_turned_off_and_misspelt_settings_are_told(
     tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

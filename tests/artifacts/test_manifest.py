@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import unicodedata
 
 import pytest
@@ -29,6 +30,31 @@ def test_the_digest_is_that_of_the_written_out_canonical_form() -> None:
     assert HASH == "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"  # FIPS 180-4, `sha256sum`
     assert manifest.size == 10
     assert entry("x").blob == f"blobs/2c/{HASH}"
+
+
+def test_a_manifest_is_written_as_rfc_8785_says_whatever_its_names() -> None:
+    names = ['a"b', "ü/日本/😀", "\u2028line", "'&<>", "-", "e\u0301".upper(), "z" * 255]
+    names = [unicodedata.normalize("NFC", name) for name in names]
+    entries = tuple(FileEntry(name, 2**53 - 1 if name == "-" else 0, "0" * 64) for name in names)
+    files = [{"path": entry.path, "sha256": entry.sha256, "size": entry.size} for entry in sorted(entries)]
+    assert Manifest("source", entries).to_json() == canonical_json({"files": files, "kind": "source"})
+
+
+def test_a_plain_path_is_let_through_only_if_the_checks_one_by_one_would() -> None:
+    generator = random.Random(0)
+    refused = 0
+    for _ in range(20_000):
+        path = "".join(generator.choice("ab./.:\\\n~ ") for _ in range(generator.randint(1, 8)))
+        parts = path.split("/")
+        drive = path[1:2] == ":" and path[0] in "ab"
+        bad = drive or any(part in ("", ".", "..") for part in parts) or any(mark in path for mark in "\\\n")
+        refused += bad
+        try:
+            assert check_path(path) == path
+            assert not bad, path
+        except ValueError:
+            assert bad, path
+    assert 5_000 < refused < 19_000
 
 
 def test_canonical_json_is_that_of_rfc_8785() -> None:

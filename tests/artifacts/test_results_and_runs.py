@@ -15,7 +15,6 @@ from stages.artifacts import (
     Store,
     append_log,
     list_runs,
-    open_store,
     publish,
     read_log,
     read_result,
@@ -28,11 +27,6 @@ from stages.artifacts import (
 )
 
 KEY = "ab" * 32
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return open_store(tmp_path / "store")
 
 
 def artifact(tmp_path: Path, store: Store, text: str) -> str:

@@ -281,6 +281,9 @@ def test_wrong_settings_are_one_sentence_each(
         patch.setenv("HEADRACE_S3_SSE", "rot13")
         refused(s3_url, "set it to AES256 or aws:kms")
     with monkeypatch.context() as patch:
+        patch.setenv("AWS_MAX_ATTEMPTS", "many")
+        refused(s3_url, "AWS_MAX_ATTEMPTS is 'many'; set it to a number")
+    with monkeypatch.context() as patch:
         patch.setenv("HEADRACE_S3_ADDRESSING_STYLE", "sideways")
         refused(s3_url, "set it to path, virtual or auto")
     for url, words in (

@@ -1,0 +1,153 @@
+"""verify: quick and whole, one artifact, with its ancestors, or everything; and repair from copies."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.artifacts import (
+    Damaged,
+    FilesAtHand,
+    Manifest,
+    NotInStore,
+    Result,
+    Store,
+    StoreError,
+    ancestors,
+    is_complete,
+    manifest_of,
+    publish,
+    read_manifest,
+    repair,
+    verify_all,
+    verify_artifact,
+    verify_artifacts,
+    write_result,
+)
+
+
+def folder_of(tmp_path: Path, name: str, **texts: str) -> Path:
+    folder = tmp_path / name
+    folder.mkdir()
+    for path, text in texts.items():
+        (folder / path).write_text(text)
+    return folder
+
+
+def result(store: Store, key: str, artifact: str, **inputs: str) -> None:
+    stamp = "2026-11-30T10:00:00.000+00:00"
+    values: dict[str, Any] = {"artifact": artifact, "kind": "report", "stage": "sft", "step": "a", "run": "r"}
+    write_result(store, Result(**values, key=key * 32, inputs=inputs, started=stamp, finished=stamp))
+
+
+def damage(store: Store, text: str, new: str | None) -> str:
+    """Replace the blob of a text, or remove it."""
+    [key] = [info.key for info in store.list("blobs/") if store.get(info.key) == text.encode()]
+    if new is None:
+        store.delete(key)
+    else:
+        store.put(key, new.encode())
+    return key
+
+
+def test_quick_sees_what_is_missing_or_of_another_size_and_not_a_flipped_bit(tmp_path: Path, store: Store) -> None:
+    digest = publish(store, folder_of(tmp_path, "f", a="aaa", b="bbb", c="ccc"), "report")
+    assert list(verify_all(store, quick=True)) == verify_artifact(store, digest, quick=True) == []
+    missing, cut, flipped = damage(store, "aaa", None), damage(store, "bbb", "b"), damage(store, "ccc", "ccd")
+    quick = [(found.key, found.problem, found.path) for found in verify_artifact(store, digest, quick=True)]
+    assert quick == [(missing, "missing", "a"), (cut, "has 1 bytes, not 3", "b")]
+    assert sorted(found.key for found in verify_all(store, quick=True)) == sorted([missing, cut])
+    whole = verify_artifact(store, digest)
+    assert [(found.key, found.problem) for found in whole[2:]] == [(flipped, "damaged: its bytes have another hash")]
+    assert [found.size for found in whole] == [3, 3, 3]
+
+
+def test_an_artifact_is_verified_with_all_that_it_was_made_from(tmp_path: Path, store: Store) -> None:
+    data = publish(store, folder_of(tmp_path, "data", d="data"), "source")
+    base = publish(store, folder_of(tmp_path, "base", b="base"), "report")
+    model = publish(store, folder_of(tmp_path, "model", m="model"), "report")
+    other = publish(store, folder_of(tmp_path, "other", o="other"), "report")
+    result(store, "aa", base, data=data)
+    result(store, "bb", model, base=base)
+    result(store, "cc", other, base=base)
+    assert ancestors(store, model) == [model, base, data]
+    assert ancestors(store, data) == [data]
+    damage(store, "other", "wrong")
+    assert list(verify_artifacts(store, ancestors(store, model))) == []
+    damage(store, "data", "dada")
+    assert [found.artifact for found in verify_artifacts(store, ancestors(store, model))] == [data]
+    store.delete(f"manifests/{base[7:9]}/{base[7:]}.json")
+    found = list(verify_artifacts(store, ancestors(store, model)))
+    assert [(item.artifact, item.problem[:7]) for item in found] == [(base, "missing"), (data, "damaged")]
+
+
+def test_damage_is_mended_from_files_at_hand(tmp_path: Path, store: Store) -> None:
+    digest = publish(store, folder_of(tmp_path, "f", a="aaa", b="bbb", c="ccc"), "report")
+    other = publish(store, folder_of(tmp_path, "g", a="aaa"), "report")
+    for text, new in (("aaa", None), ("bbb", "bbx"), ("ccc", "c")):
+        damage(store, text, new)
+    copies = folder_of(tmp_path, "copies", anything="bbb", else_="zzz")
+    (copies / "deep").mkdir()
+    (copies / "deep" / "er").write_text("aaa")
+    found = list(verify_all(store))
+    mended = repair(store, found, FilesAtHand([copies]))
+    assert sorted(f"{item.artifact}/{item.path}" for item in mended) == sorted(
+        [f"{digest}/a", f"{other}/a", f"{digest}/b"]
+    )
+    left = list(verify_all(store))
+    assert [item.path for item in left] == ["c"]
+    assert repair(store, left, FilesAtHand([])) == []
+    (tmp_path / "one-file").write_text("ccc")
+    repair(store, left, FilesAtHand([tmp_path / "one-file"]))
+    assert list(verify_all(store)) == []
+    with pytest.raises(StoreError, match="does not exist; give a folder or file to repair from"):
+        FilesAtHand([tmp_path / "nowhere"])
+
+
+def test_a_copy_that_changes_while_it_is_taken_mends_nothing(tmp_path: Path, store: Store) -> None:
+    publish(store, folder_of(tmp_path, "f", a="aaa"), "report")
+    damage(store, "aaa", None)
+    copy = tmp_path / "copy"
+    copy.write_text("aaa")
+    at_hand = FilesAtHand([copy])
+
+    def find(sha256: str, size: int | None) -> Path | None:
+        found = at_hand(sha256, size)
+        copy.write_text("aab")
+        return found
+
+    assert repair(store, list(verify_all(store)), find) == []
+    assert [item.problem for item in verify_all(store)] == ["missing"]
+
+
+def test_a_result_whose_artifact_is_not_there_is_told_and_cannot_be_mended(tmp_path: Path, store: Store) -> None:
+    artifact = publish(store, folder_of(tmp_path, "f", a="aaa"), "report")
+    result(store, "aa", artifact)
+    store.delete(f"manifests/{artifact[7:9]}/{artifact[7:]}.json")
+    found = list(verify_all(store))
+    assert [str(item) for item in found] == [f"results/sft/{'aa' * 32}.json: its artifact {artifact} is missing"]
+    assert repair(store, found, FilesAtHand([tmp_path / "f"])) == []
+
+
+def test_a_manifest_over_the_limit_is_refused_on_both_sides(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path, "f", **{f"file-{number}": str(number) for number in range(20)})
+    digest = publish(store, folder, "report")
+    size = len(read_manifest(store, digest).to_json())
+    for module in ("manifest", "fetch"):
+        monkeypatch.setattr(sys.modules[f"stages.artifacts.{module}"], "MAX_BYTES", size - 1)
+    with pytest.raises(ValueError, match=rf"manifest would have {size:,} bytes, more than {size - 1:,}"):
+        manifest_of([(path.name, path) for path in folder.iterdir()], "report").to_json()
+    with pytest.raises(ValueError, match="split the artifact"):
+        publish(store, folder, "report")
+    with pytest.raises(Damaged, match=rf"has {size:,} bytes, more than the {size - 1:,} that it may have"):
+        read_manifest(store, digest)
+    assert not is_complete(store, digest)
+    with pytest.raises(ValueError, match="more than a manifest may"):
+        Manifest.parse(b" " * size)
+    with pytest.raises(NotInStore):
+        read_manifest(store, "sha256:" + "0" * 64)
