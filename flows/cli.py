@@ -251,6 +251,14 @@ def sample(
 
 
 @app.command()
+def reproduce(artifact: ArtifactName, store: StoreUrl = ".headrace", json_: Json = False) -> None:
+    """Run the stage that made an artifact again, from its record, and compare the bytes; exit 1 if they differ."""
+    from flows import reproduce as verb
+
+    raise typer.Exit(verb.reproduce(store, artifact, as_json=json_))
+
+
+@app.command()
 def refs(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One reference; else all.")] = None,
     history: Annotated[bool, typer.Option("--history", help="With every move: when, who, why.")] = False,

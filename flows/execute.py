@@ -384,6 +384,7 @@ class Execution:
             "code": planner.code(step).record,
             "recipe": {"name": recipe.name, "text": recipe.text, "overrides": list(recipe.overrides)},
             "git": self._git,
+            "python_path": [str(folder) for folder in recipe.python_path],
         }
         return StageSpec(
             stage=step.stage,

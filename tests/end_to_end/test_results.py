@@ -59,3 +59,21 @@ def test_lineage_leads_from_the_model_to_the_raw_file_and_the_generators(finishe
     for name in ("dpo", "reference", "pairs", "samples", "sft", "base", "corpus", "this.py", "arithmetic:documents"):
         assert name in tree
     assert json.loads(headrace(finished, "lineage", "grpo", "--json"))["root"].startswith("sha256:")
+
+
+def test_a_result_is_reproduced_from_its_record_and_a_forged_record_is_found(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    before = sorted(folder.glob(".headrace/results/*/*.json"))
+    said = json.loads(headrace(folder, "reproduce", "dpo", "--json"))
+    assert said["same"] is True
+    assert said["reproduced"] == said["recorded"]
+    assert sorted(folder.glob(".headrace/results/*/*.json")) == before
+    (record,) = folder.glob(".headrace/results/dpo/*.json")
+    result = json.loads(record.read_text())
+    result["config"]["beta"] = 0.5
+    record.chmod(0o644)
+    record.write_text(json.dumps(result))
+    said = json.loads(headrace(folder, "reproduce", "dpo", "--json", code=1))
+    assert said["same"] is False
+    assert "model.safetensors" in said["differing"]
