@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +72,31 @@ def test_a_run_that_is_killed_or_interrupted_goes_on_where_it_was(
     printed = headrace(folder, *RUN)
     assert f"grpo       resumed at step {entry['saved_step']}" in printed
     assert artifacts(folder) == artifacts(finished)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_kills_of_each_stage_at_random_moments_change_no_byte(tmp_path: Path) -> None:
+    run = [*RUN[:-1], "steps=80"]
+    quiet, stormy = copy_project(tmp_path / "quiet"), copy_project(tmp_path / "stormy")
+    headrace(quiet, *run)
+    draw = random.Random(0)
+    process = start([*run, "--json"], stormy)
+    command = psutil.Process(process.pid)
+    kills = dict.fromkeys(TRAINED, 0)
+    saves_left = draw.randint(1, 4)
+    for event in events_of(process):
+        step = event.get("step")
+        if event.get("type") != "saved" or kills.get(step, 20) >= 20:
+            continue
+        saves_left -= 1
+        if saves_left == 0:  # every step is saved, so this falls into a step, a snapshot or an upload
+            time.sleep(draw.uniform(0, 0.05))
+            for stage in stage_processes(command):
+                stage.send_signal(signal.SIGKILL if draw.random() < 0.8 else signal.SIGTERM)
+            kills[step] += 1
+            saves_left = draw.randint(1, 4)
+    assert process.wait() == 0
+    assert min(kills.values()) == 20, kills
+    mine, theirs = (json.loads(headrace(folder, "plan", *run[1:2], *run[3:], "--json")) for folder in (quiet, stormy))
+    assert [entry["artifact"] for entry in mine] == [entry["artifact"] for entry in theirs]
