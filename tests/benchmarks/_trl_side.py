@@ -25,7 +25,7 @@ def documents(job):
 
 def pack(job):
     rows = pack_dataset(documents(job), job["row_length"], "bfd")
-    Path(job["rows"]).write_text(json.dumps({name: rows[name] for name in rows.column_names}))
+    Path(job["rows"]).write_text(json.dumps({name: list(rows[name]) for name in rows.column_names}))
 
 
 class Clock(TrainerCallback):
@@ -33,10 +33,10 @@ class Clock(TrainerCallback):
         self.times = []
 
     def on_step_begin(self, *args, **kwargs):
-        self.times.append(time.perf_counter())
+        self.times.append((time.perf_counter(), time.process_time()))
 
     def on_train_end(self, *args, **kwargs):
-        self.times.append(time.perf_counter())
+        self.times.append((time.perf_counter(), time.process_time()))
 
 
 def resident():
