@@ -224,7 +224,9 @@ class Resources(BaseModel):
 
     gpus: int = Field(0, ge=0, description="GPUs given to the step; 0 trains on the CPU.")
     processes: int = Field(1, ge=1, description="Ranks that train together.")
-    threads: int | None = Field(None, ge=1, description="CPU threads for tensor operations; all cores when empty.")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads for tensor operations; all cores when empty."
+    )
     memory: str | None = Field(None, description="Memory limit, such as 8GiB.")
     shm: str | None = Field(None, description="Shared memory of a container, such as 1GiB.")
 

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
 import json
@@ -155,7 +156,9 @@ def run_spec(path: Path, events: int) -> int:
         outcome = _outcome(CRASHED, str(error), begun)
     except BaseException as error:
         emit({"type": "log", "level": "error", "text": traceback.format_exc().rstrip()})
-        outcome = _outcome(CRASHED, _one_line(error), begun)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        message = f"no space is left on the disk of {scratch}; free some, or give a store on another disk"
+        outcome = _outcome(CRASHED, message if full else _one_line(error), begun)
     outcome["seconds"] = round(time.monotonic() - begun, 3)
     _clear(scratch)
     _write_outcome(scratch, {"step": spec.step, **outcome}, emit)
