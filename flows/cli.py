@@ -8,6 +8,10 @@ Exit codes: 0 done; 1 a run failed or damage was found; 2 a bad request (unknown
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import io
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+FAILED = 1
 BAD_REQUEST = 2
 INTERRUPTED = 130
 
@@ -304,19 +309,54 @@ def doctor(store: StoreUrl = ".headrace", json_: Json = False) -> None:
 
 
 def main() -> None:
-    """Run the command; errors a person can mend are one sentence on standard error and exit code 2."""
+    """Run the command; errors a person can mend are one sentence on standard error and exit code 2.
+
+    What the machine refuses (a full disk, standard output that cannot be written) is a sentence too, and exit code 1.
+    """
+    _prepare_output()
+    try:
+        os.getcwd()
+    except OSError as error:
+        print(f"headrace: the current folder cannot be used ({error.strerror}); change to another", file=sys.stderr)
+        raise SystemExit(BAD_REQUEST) from None
     try:
         app(standalone_mode=True)
     except BrokenPipeError:  # `headrace logs | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        print(f"headrace: {error.strerror or error}{where}", file=sys.stderr)
+        _drop_output()
+        raise SystemExit(FAILED) from None
     except Exception as error:
         if not _is_a_persons_error(error):
             raise
         print(f"headrace: {error}", file=sys.stderr)
         raise SystemExit(BAD_REQUEST) from None
+
+
+def _prepare_output() -> None:
+    """Have streams that take any text: a closed one is a sink, and one that cannot show a character shows another."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (for as long as the process)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    codecs.register_error("json", lambda error: (_json_escapes(error), getattr(error, "end", 0)))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="json" if "--json" in sys.argv else "replace")
+
+
+def _json_escapes(error: UnicodeError) -> str:
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1]
+
+
+def _drop_output() -> None:
+    """Let nothing more be written to standard output, so that leaving does not fail on it again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_a_persons_error(error: Exception) -> bool:

@@ -90,7 +90,18 @@ def _find(name: str) -> Path:
             )
             raise RecipeError(f"no recipe {name!r}.{near(name, names)} {known}")
         return path
-    path = Path(name).expanduser()
+    try:
+        name.encode()
+        path = Path(name).expanduser()
+        path.stat()
+    except UnicodeEncodeError:
+        raise RecipeError(f"{name!r} is not UTF-8 text; rename the recipe, or set LANG=C.UTF-8.") from None
+    except RuntimeError:
+        raise RecipeError(f"{name}: there is no such home folder.") from None
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{quoted(name)} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     if path.is_dir():
         raise RecipeError(f"{name}: is a folder; name a recipe file.")
     if not path.is_file():

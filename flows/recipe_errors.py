@@ -141,6 +141,12 @@ def _sentence(details: ErrorDetails, model: type[BaseModel], data: Any, below: P
         infos = [owner.model_fields[str(below[-1])] for owner in owners if str(below[-1]) in owner.model_fields]
         about = infos[0].description if infos else None
         return f"is missing: {about}" if about else "is missing"
+    if kind in ("too_short", "too_long"):
+        limit, there = (
+            details["ctx"].get("min_length", details["ctx"].get("max_length")),
+            details["ctx"]["actual_length"],
+        )
+        return f"should have at {'least' if kind == 'too_short' else 'most'} {limit} in it, not {there}"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     if kind in ("value_error", "assertion_error"):
         return message

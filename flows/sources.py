@@ -19,6 +19,7 @@ import json
 import os
 import re
 import sysconfig
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -193,8 +194,11 @@ def _expand(base: Path, pattern: str) -> list[Path]:
     """The regular files below `base` that a glob matches, hidden ones and caches left out.
 
     Raises:
-        ValueError: a link that it matches leads nowhere; leaving it out would lose data unseen.
+        ValueError: a link that it matches leads nowhere, a link leads back to a folder around it, or a folder cannot be
+            listed; leaving it out would lose data unseen.
     """
+    if "**" in Path(pattern).parts:
+        _check_tree(base, (base.resolve(),))
     result = []
     for name in sorted(glob.glob(pattern, root_dir=base, recursive=True)):
         path = base / name
@@ -203,6 +207,24 @@ def _expand(base: Path, pattern: str) -> list[Path]:
         if path.is_file() and not _LEFT_OUT.intersection(Path(name).parts):
             result.append(path)
     return result
+
+
+def _check_tree(folder: Path, around: tuple[Path, ...]) -> None:
+    """Refuse what glob would follow without end, or pass over in silence. `around`: the real folders above, and it."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise ValueError(f"folder {folder} cannot be listed: {error.strerror}") from None
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name in _LEFT_OUT or not entry.is_dir():
+            continue
+        path = Path(entry.path)
+        real = path.resolve()
+        if real in around:
+            raise ValueError(f"{path} is a link to a folder around it, so its files have no end; take the link away")
+        _check_tree(path, (*around, real))
 
 
 def model_files(folder: Path) -> list[tuple[str, Path]]:
@@ -224,7 +246,23 @@ def model_files(folder: Path) -> list[tuple[str, Path]]:
                 "to safetensors first (load it with transformers where you trust it, then save_pretrained)"
             )
         raise ValueError(f"{folder} has a config.json but no *.safetensors weights")
+    _check_shards(folder, visible.keys())
     return files
+
+
+def _check_shards(folder: Path, names: Collection[str]) -> None:
+    """Refuse a copy of a model that lacks some of its shards."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{index} is not the index of a model's weights; copy the model again") from None
+    if missing := [shard for shard in shards if shard not in names]:
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of its {len(shards)} shards, such as {missing[0]}; copy it again"
+        )
 
 
 def _stored(ref: InputRef, store: Store, digest: str) -> Source:

@@ -233,7 +233,9 @@ class Resources(BaseModel):
     processes: int = Field(
         1, ge=1, description="Ranks that train together, each on a GPU of its own where there are any."
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of a rank; when empty, its share of all cores.")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads of a rank; when empty, its share of all cores."
+    )
     memory: str | None = Field(None, description="Memory limit, such as 8GiB.")
     shm: str | None = Field(None, description="Shared memory of a container, such as 1GiB.")
 

@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -140,7 +141,9 @@ def _outcome_of(work: Callable[[], dict[str, Any]], emit: Emit, begun: float) ->
         return _outcome(CRASHED, str(error), begun)
     except BaseException as error:
         emit({"type": "log", "level": "error", "text": traceback.format_exc().rstrip()})
-        return _outcome(CRASHED, _one_line(error), begun)
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        message = "no space is left on the disk of the scratch folder; free some, or give a store on another disk"
+        return _outcome(CRASHED, message if full else _one_line(error), begun)
 
 
 def _clear(scratch: Path) -> None:

@@ -62,7 +62,17 @@ class FolderStore:
         self.root = root.absolute()
         self.url = str(self.root)
         self._tidied = False
-        if self.root.exists() and not self.root.is_dir():
+        try:
+            self.url.encode()
+            there = self.root.exists()
+        except UnicodeEncodeError:
+            raise StoreError(f"store {self.url!r}: its path is not UTF-8 text; give another with --store") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise StoreError(
+                f"store {self.url[:200]!r} cannot be opened: {reason}; give another with --store"
+            ) from None
+        if there and not self.root.is_dir():
             raise StoreError(f"store {self.root} is a file, not a folder; give another place with --store")
 
     def __repr__(self) -> str:

@@ -66,15 +66,51 @@ def load_model(
     transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise Refused(f"model {folder.name} cannot be loaded: {error}") from error
+        text = " ".join(str(error).split())
+        raise Refused(
+            f"model {folder.name} cannot be loaded: {text[:300]}{'...' if len(text) > 300 else ''}"
+        ) from error
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, found, wanted = mismatched[0]
+        raise Refused(
+            f"model {folder.name}: config.json does not fit the weights: {name} is {list(found)} in the file and "
+            f"{list(wanted)} by the config"
+        )
     if missing := sorted(report["missing_keys"]):
         raise Refused(f"model {folder.name}: {len(missing)} weights are missing, the first is {missing[0]}")
     align(model)
+    _check_causal(model, folder.name)
     model.to(device)
     return model
+
+
+def _check_causal(model: Any, name: str) -> None:
+    """Refuse weights that are not finite, and a model that sees the tokens it is to predict (an encoder).
+
+    Two forward passes of 4 tokens that differ in the last one.
+    """
+    ids = torch.arange(4)[None] % model.get_input_embeddings().weight.shape[0]
+    other = ids.clone()
+    other[0, -1] = 0
+    with torch.no_grad():
+        one, two = (model(input_ids=row, use_cache=False).logits[0].float() for row in (ids, other))
+    if not torch.isfinite(one).all():
+        raise Refused(
+            f"model {name} gives values that are not finite; its weights are damaged, or too large for the dtype"
+        )
+    if not torch.allclose(one[:-1], two[:-1], rtol=1e-2, atol=1e-2):
+        raise Refused(
+            f"model {name} ({model.config.model_type}) is no causal language model: what it predicts depends on later "
+            "tokens; take a decoder, or set is_decoder in its config.json"
+        )
 
 
 def align(model: torch.nn.Module) -> None:

@@ -173,7 +173,10 @@ def _checked(reward: Reward, value: Any, row: str) -> float | None:
         raise Refused(
             f"reward {reward.name} gave {value!r} ({type(value).__name__}) for row {row}; it must be a number"
         )
-    value = float(value)
+    try:
+        value = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        value = math.inf
     if not math.isfinite(value):
         raise NonFinite(f"reward {reward.name} gave {value} for row {row}")
     return value

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_models import build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertLMHeadModel, PreTrainedTokenizerFast
 
 from stages.contract import Refused
 from stages.modeling.checkpoint import check_export, end_of_turn_ids, load_model, load_tokenizer, save_checkpoint
@@ -124,6 +124,35 @@ def test_a_truncated_or_incomplete_weight_file_is_refused(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(Refused, match="cannot be loaded"):
+        load_model(tmp_path)
+
+
+def test_weights_of_another_size_than_the_config_says_are_named(tmp_path):
+    save_checkpoint(build("llama"), tokenizer(), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    with pytest.raises(Refused, match=r"mlp\.down_proj\.weight is \[32, 48\] in the file and \[32, 96\] by the config"):
+        load_model(tmp_path)
+
+
+def test_an_encoder_that_sees_the_tokens_it_predicts_is_refused(tmp_path):
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    for decoder in (False, True):
+        config = BertConfig(**sizes, num_attention_heads=4, is_decoder=decoder, initializer_range=0.2)
+        BertLMHeadModel(config).save_pretrained(tmp_path)
+        if decoder:
+            assert load_model(tmp_path).config.is_decoder
+        else:
+            with pytest.raises(Refused, match=r"\(bert\) is no causal language model"):
+                load_model(tmp_path)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    model = build("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(Refused, match="gives values that are not finite"):
         load_model(tmp_path)
 
 

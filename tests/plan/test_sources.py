@@ -152,6 +152,39 @@ def test_a_folder_with_a_config_is_a_checkpoint_without_pickles_and_code(tmp_pat
     assert [name for name, _ in source.files] == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
+def test_a_copy_of_a_model_that_lacks_a_shard_is_refused_before_anything_runs(
+    tmp_path: Path, store: FolderStore
+) -> None:
+    model = model_folder(tmp_path / "model", "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(RecipeError, match=r"lacks 1 of its 2 shards, such as model-00002-of-00002\.safetensors"):
+        resolve(files("model"), tmp_path, store)
+    (model / "model-00002-of-00002.safetensors").write_bytes(b"more weights")
+    assert len(resolve(files("model"), tmp_path, store).files) == 5
+
+
+@pytest.mark.parametrize("links", [["up"], ["one", "two"]])
+@pytest.mark.parametrize("pattern", ["data", "data/**/*.txt"])
+def test_links_that_lead_back_to_a_folder_around_them_are_refused(
+    tmp_path: Path, links: list[str], pattern: str
+) -> None:
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    (tmp_path / "data" / "a.txt").write_text("a")
+    for name in links:  # with two of them, following both to the end would take 2 ** 40 steps
+        (tmp_path / "data" / "sub" / name).symlink_to("..")
+    with pytest.raises(ValueError, match=rf"sub/{links[0]} is a link to a folder around it"):
+        find_files((pattern,), tmp_path)
+
+
+def test_a_link_to_a_folder_elsewhere_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("a")
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "elsewhere")
+    assert [name for name, _ in find_files(("data",), tmp_path)[1]] == ["linked/a.txt"]
+
+
 def test_weights_that_are_a_pickle_are_refused_with_the_way_out(tmp_path: Path, store: FolderStore) -> None:
     model_folder(tmp_path / "model", "pytorch_model.bin")
     with pytest.raises(RecipeError, match=r"its weights as a pickle \(pytorch_model.bin\).*convert it to safetensors"):

@@ -59,6 +59,9 @@ def run(context):
         raise Refused("data/train.jsonl line 3: field x is missing; add it")
     if config.behaviour == "crash":
         raise ZeroDivisionError("no way\\nsecond line")
+    if config.behaviour == "full":
+        with open("/dev/full", "w") as file:
+            file.write("x" * 100_000)
     if config.behaviour == "tripwire":
         raise Tripwire("entropy fell")
     if config.behaviour == "nonfinite":

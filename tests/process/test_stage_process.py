@@ -64,6 +64,14 @@ def test_stray_output_never_reaches_the_events(toy: Any) -> None:
     assert "a stray write" in done.stderr
 
 
+def test_a_full_disk_under_the_scratch_folder_is_one_sentence(toy: Any) -> None:
+    ended = toy.run(toy.spec(behaviour="full"))
+    assert ended.returncode == 1
+    scratch = toy.root / "scratch" / "one"
+    message = f"no space is left on the disk of {scratch}; free some, or give a store on another disk"
+    assert toy.parse(ended.stdout)[-1]["message"] == outcome_of(toy)["message"] == message
+
+
 @pytest.mark.parametrize(
     ("behaviour", "code", "state", "message"),
     [

@@ -86,6 +86,14 @@ def test_columns_of_rows_with_different_names_are_filled_with_none():
     assert columns_of([]) == {}
 
 
+def test_an_integer_too_large_for_a_float_is_not_finite():
+    from stages.sampling.rewards import Reward
+
+    reward = Reward("x:f", lambda completions: [10**400])
+    with pytest.raises(NonFinite, match="reward x:f gave inf for row 0"):
+        score([reward], [""], [""], {}, completion_ids=[[]], finished=[False])
+
+
 def test_numbers_of_numpy_and_torch_are_taken():
     import numpy as np
     import torch

@@ -1,0 +1,99 @@
+"""The command where its surroundings are odd: no output, output that cannot show a character, a folder that is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.artifacts import open_store, publish, write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "flows.cli"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "HEADRACE_STORE"} | {
+        "PYTHONPATH": str(ROOT),
+        **more,
+    }
+
+
+def headrace(folder: Path, *arguments: str | bytes, **more: Any) -> subprocess.CompletedProcess[str]:
+    more = {"stdout": subprocess.PIPE, "env": environment()} | more
+    return subprocess.run([*COMMAND, *arguments], cwd=folder, stderr=subprocess.PIPE, text=True, **more)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A store `wärme` with one artifact, whose step a run names."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "größe.txt").write_text("x")
+    store = open_store(tmp_path / "wärme")
+    digest = publish(store, tmp_path / "files", "source")
+    write_run(
+        store, {"id": "brave-tern", "started": "2026-01-01T00:00:00+00:00", "steps": {"raw": {"artifact": digest}}}
+    )
+    return tmp_path
+
+
+def test_output_that_knows_only_ascii_is_written_with_replacements(folder: Path) -> None:
+    done = headrace(folder, "lineage", "raw", "--files", "--store", "wärme", env=environment(PYTHONIOENCODING="ascii"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "gr??e.txt" in done.stdout
+
+
+def test_json_for_an_ascii_output_loses_no_character(folder: Path) -> None:
+    arguments = ("lineage", "raw", "--files", "--json", "--store", "wärme")
+    done = headrace(folder, *arguments, env=environment(PYTHONIOENCODING="ascii"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert json.loads(done.stdout) == json.loads(headrace(folder, *arguments).stdout)
+    assert "größe.txt" in json.dumps(json.loads(done.stdout), ensure_ascii=False)
+
+
+def test_a_closed_standard_output_is_no_error(folder: Path) -> None:
+    script = f"exec >&-; exec {sys.executable} -m flows.cli plan ./recipe.yaml"
+    (folder / "recipe.yaml").write_text("steps: {a: {stage: tokenize, format: prompt}}\n")
+    done = subprocess.run(["sh", "-c", script], cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_full_disk_under_standard_output_is_one_sentence(folder: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = headrace(folder, "status", "--store", "wärme", stdout=full)
+    assert (done.returncode, done.stderr) == (1, "headrace: No space left on device\n")
+
+
+def test_a_current_folder_that_is_gone_is_a_bad_request(folder: Path) -> None:
+    (folder / "gone").mkdir()
+    script = f"rmdir ../gone; exec {sys.executable} -m flows.cli status"
+    done = subprocess.run(
+        ["sh", "-c", script], cwd=folder / "gone", env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("headrace: the current folder cannot be used (No such file or directory)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("status", "--store", b"st\xff"), "its path is not UTF-8 text; give another with --store"),
+        (("status", "--store", "x" * 300), "cannot be opened: File name too long; give another with --store"),
+        (("plan", b"r\xff.yaml"), "is not UTF-8 text; rename the recipe"),
+        (("plan", "x" * 300 + ".yaml"), "cannot be read: File name too long."),
+        (("plan", "~nosuchuser/x.yaml"), "there is no such home folder."),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_one_sentence(
+    folder: Path, arguments: tuple[str | bytes, ...], message: str
+) -> None:
+    done = headrace(folder, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
