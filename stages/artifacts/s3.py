@@ -141,7 +141,7 @@ class S3Store:
         start = self.prefix + first[:-1]  # the listing begins after it
         with self._errors("list", prefix):
             answer = self.client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix + prefix, StartAfter=start)
-        return [self._info(item) for item in answer.get("Contents", [])], bool(answer.get("IsTruncated"))
+        return self._infos(answer), bool(answer.get("IsTruncated"))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
@@ -151,11 +151,12 @@ class S3Store:
         with self._errors("list", prefix):
             pages = self.client.get_paginator("list_objects_v2")
             for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix):
-                found += [self._info(item) for item in page.get("Contents", [])]
+                found += self._infos(page)
         yield from sorted(found, key=lambda info: info.key)  # not every server sorts as S3 does
 
-    def _info(self, item: dict[str, Any]) -> ObjectInfo:
-        return ObjectInfo(item["Key"].removeprefix(self.prefix), int(item["Size"]), item["LastModified"].timestamp())
+    def _infos(self, page: dict[str, Any]) -> builtins.list[ObjectInfo]:
+        listed = s3_client.listed_objects(page)
+        return [ObjectInfo(name.removeprefix(self.prefix), size, changed) for name, size, changed in listed]
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str | None:
         condition = {"IfNoneMatch": "*"} if if_absent else {} if if_match is None else {"IfMatch": if_match}

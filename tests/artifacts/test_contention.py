@@ -51,7 +51,7 @@ def contend(url: str, folder: Path, seconds: float) -> None:
 
 
 def test_eight_processes_win_one_at_a_time_and_lose_no_update(store_url: str, tmp_path: Path) -> None:
-    contend(store_url, tmp_path / "work", 4.0)
+    contend(store_url, tmp_path / "work", 2.0)
 
 
 @pytest.mark.slow
