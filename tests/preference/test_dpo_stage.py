@@ -84,6 +84,21 @@ def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(attempt, inputs):
     assert folder_bytes(second.output) == folder_bytes(whole.output)
 
 
+def test_a_model_with_dropout_still_starts_at_ln_2_unless_dropout_is_asked_for(attempt, inputs):
+    config_file = inputs["model"] / "config.json"
+    content = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps(content | {"attention_dropout": 0.5}))
+    losses = []
+    for i, settings in enumerate(({}, {"disable_dropout": False})):
+        one = attempt(Config(**SETTINGS | settings), inputs, key=f"{i:064x}")
+        run(one.context)
+        losses.append(records(one.output)[0]["loss"])
+        saved = json.loads((one.output / "config.json").read_text())
+        assert saved["attention_dropout"] == 0.5
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert abs(losses[1] - math.log(2)) > 1e-4
+
+
 def test_cutting_a_step_into_forward_passes_leaves_loss_and_gradient_alone(inputs):
     model = load_model(inputs["model"])
     found = []
