@@ -87,7 +87,7 @@ def run_spec(path: Path, events: int) -> int:
         return int(ExitCode.REFUSED)
     emit.step = spec.step
     scratch = Path(spec.scratch)
-    outcome = _outcome_of(lambda: _attempt(spec, scratch, emit, stop, begun), emit, begun)
+    outcome = _outcome_of(lambda: _attempt(spec, scratch, emit, stop, begun), emit, begun, scratch)
     outcome["seconds"] = round(time.monotonic() - begun, 3)
     _clear(scratch)
     _write_outcome(scratch, {"step": spec.step, **outcome}, emit)
@@ -131,7 +131,7 @@ def _outcome(code: int, message: str, begun: float) -> dict[str, Any]:
     }
 
 
-def _outcome_of(work: Callable[[], dict[str, Any]], emit: Emit, begun: float) -> dict[str, Any]:
+def _outcome_of(work: Callable[[], dict[str, Any]], emit: Emit, begun: float, scratch: Path) -> dict[str, Any]:
     """The outcome that `work` returns, or that of what it raises."""
     try:
         return work()
@@ -142,7 +142,7 @@ def _outcome_of(work: Callable[[], dict[str, Any]], emit: Emit, begun: float) ->
     except BaseException as error:
         emit({"type": "log", "level": "error", "text": traceback.format_exc().rstrip()})
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        message = "no space is left on the disk of the scratch folder; free some, or give a store on another disk"
+        message = f"no space is left on the disk of {scratch}; free some, or give a store on another disk"
         return _outcome(CRASHED, message if full else _one_line(error), begun)
 
 
@@ -280,9 +280,9 @@ def _compute(
     def rank(number: int) -> dict[str, Any]:
         lease.forked()
         if number == 0:
-            return _outcome_of(alone, emit, begun)
+            return _outcome_of(alone, emit, begun, scratch)
         follower, log = follower_context(context, scratch / "ranks" / str(number), number)
-        return _outcome_of(lambda: (run(follower), _outcome(ExitCode.DONE, "", begun))[1], log, begun)
+        return _outcome_of(lambda: (run(follower), _outcome(ExitCode.DONE, "", begun))[1], log, begun, scratch)
 
     (scratch / "ranks").mkdir()
     count, folder = spec.resources.processes, scratch / "ranks"
