@@ -52,6 +52,14 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> str:
     raise AssertionError(f"{pattern!r} was never said:\n{said}")
 
 
+def wait_for_progress(folder: Path, step: str) -> None:
+    """Wait until the log of a step tells of progress."""
+    limit = time.monotonic() + 60
+    while not any('"progress"' in log.read_text() for log in folder.glob(f".headrace/logs/*/{step}.jsonl")):
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
 def test_a_run_shows_results_samples_the_final_model_and_what_to_do_next(folder: Path) -> None:
     done = headrace(folder, "run", "toy.yaml", "--no-prefect")
     assert done.returncode == 0, done.stderr
@@ -85,7 +93,7 @@ def test_a_failed_step_says_why_in_one_sentence_and_exits_1(folder: Path) -> Non
     assert "Not run for that: model, better, report." in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
-
+        (["run", "toy.yaml", "--store", "gs://bucket/x"], "unknown kind of store"),
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -136,7 +144,7 @@ def test_an_interrupted_run_saves_exits_130_and_goes_on(folder: Path, number: si
     slow = ["--set", "better.max_steps=60", "--set", "better.pause=0.1"]
     process = start(folder, "run", "toy.yaml", "--no-prefect", *slow)
     read_until(process, r"better +running")
-    time.sleep(1.0)
+    wait_for_progress(folder, "better")
     process.send_signal(number)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 130
