@@ -170,7 +170,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
             )
         axis.set_ylim(0, 105)
         axis.set_ylabel("% (with 95% interval)")
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         axis.set_xticks(range(len(labels)), labels)
     if has_bits:
         axis = axes.pop(0)
