@@ -34,8 +34,8 @@ def main(arguments: list[str]) -> int:
     return 2
 
 
-# OpenMP threads that wait by spinning take the cores from other steps: with two steps on two cores, training ran several
-# times slower. Read by the library when torch is loaded.
+# OpenMP threads that wait by spinning take the cores from other steps: with two steps on two cores, training ran
+# several times slower. Read by the library when torch is loaded.
 _QUIET_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
 
