@@ -148,8 +148,9 @@ def is_complete(store: Store, digest: str) -> bool:
         manifest = read_manifest(store, digest)
     except (NotInStore, Damaged):
         return False
-    sizes = store.sizes({entry.blob for entry in manifest.files})
-    return all(sizes.get(entry.blob) == entry.size for entry in manifest.files)
+    wanted = {(entry.blob, entry.size) for entry in manifest.files}
+    sizes = store.sizes(blob for blob, _ in wanted)
+    return all(sizes.get(blob) == size for blob, size in wanted)
 
 
 def resolve_digest(store: Store, prefix: str) -> str:

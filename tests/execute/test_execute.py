@@ -382,7 +382,7 @@ def test_code_that_breaks_while_it_is_edited_fails_the_step_with_its_place(runs:
 
 def test_two_runs_of_one_recipe_compute_each_step_once(runs: Runs, runner: ProcessRunner) -> None:
     """The second run waits for the first, says so, and takes its results."""
-    path = runs.toys.recipe("a: {stage: COUNT, total: 6, delay: 0.2}\nb: {stage: COUNT, inputs: {data: a}}")
+    path = runs.toys.recipe("a: {stage: COUNT, total: 6, delay: 0.5}\nb: {stage: COUNT, inputs: {data: a}}")
     other = Runs(runs.toys, runner)
     other.count = 10
     ended: list[RunResult] = []

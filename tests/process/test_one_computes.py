@@ -34,14 +34,25 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def wait_for_text(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 60
+    while text not in path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_a_second_process_waits_says_for_whom_and_takes_the_result(toy: Any) -> None:
     events = toy.root / "first.events"
     first = toy.start(toy.spec("first", total=8, pause=0.2, run="golden-otter"), events)
     toy.wait_for_progress(events, 2)
-    second = toy.run(toy.spec("second", total=8, run="brave-tern"))
+    freeze(first, toy.store)  # for less time than its lease lasts: until the other has begun to wait
+    waiting_events = toy.root / "second.events"
+    second = toy.start(toy.spec("second", total=8, run="brave-tern"), waiting_events)
+    wait_for_text(waiting_events, '"waiting"')
+    first.send_signal(signal.SIGCONT)
     assert first.wait(60) == 0
-    assert second.returncode == 0
-    told = toy.parse(second.stdout)
+    assert second.wait(60) == 0
+    told = toy.parse(waiting_events.read_text())
     [waiting, over] = [event for event in told if event["type"] == "waiting"]
     assert waiting["for"] == f"step first of run golden-otter (process {first.pid} on {os.uname().nodename})"
     assert (waiting["run"], waiting["pid"], over["for"]) == ("golden-otter", first.pid, None)
@@ -95,10 +106,7 @@ def test_a_process_that_waits_can_be_stopped(toy: Any) -> None:
     toy.wait_for_progress(events, 1)
     waiting = toy.root / "second.events"
     second = toy.start(toy.spec("second", total=200), waiting)
-    deadline = time.monotonic() + 60
-    while '"waiting"' not in waiting.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_text(waiting, '"waiting"')
     second.send_signal(signal.SIGTERM)
     assert second.wait(60) == 75
     assert toy.parse(waiting.read_text())[-1]["message"].startswith("stopped while it waited for step first of run")
