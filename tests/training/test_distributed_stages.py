@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -63,6 +64,24 @@ def test_dpo_of_two_ranks_follows_the_curve_of_one(stages, attempt, dataset, che
     names = ("loss", "rewards/margins", "logps/chosen", "nll_loss")
     assert figures(two, *names) == pytest.approx(figures(one, *names), rel=1e-4, abs=1e-4)
     assert one[0]["weight"] == two[0]["weight"] == 8
+
+
+@BOTH
+def test_adapters_of_two_ranks_train_as_those_of_one_and_are_published(stages, dataset, checkpoint, distribution):  # noqa: F811
+    prompts = dataset(prompt_rows(9), checkpoint, format="prompt")
+    inputs = {
+        "model": publish(stages.store, checkpoint, "checkpoint"),
+        "prompts": publish(stages.store, prompts, "dataset"),
+    }
+    settings = GRPO | {"inputs": inputs, "lora": {"r": 4}, "max_steps": 3, "learning_rate": 1e-2}
+    one = stages.run(key_of("lora 1" + distribution), 1, **settings)
+    two = stages.run(key_of("lora 2" + distribution), 2, distribution=distribution, **settings)
+    names = ("loss", "grad_norm", "reward")
+    expected = figures(stages.records(one), *names)
+    assert figures(stages.records(two), *names) == pytest.approx(expected, abs=2e-4)
+    fetch(stages.store, two["outputs"]["adapter"], stages.folder / f"adapter-{distribution}")
+    content = json.loads((stages.folder / f"adapter-{distribution}" / "adapter_config.json").read_text())
+    assert content["base_model_name_or_path"] == f"artifact:{inputs['model']}"
 
 
 @pytest.mark.parametrize(("distribution", "iterations"), [("ddp", 1), ("fsdp2", 1), ("fsdp2", 2)])
