@@ -7,6 +7,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 
 demo: .venv/.run-installed
 	@$(BIN)/headrace run quickstart
+	@echo 'To type `headrace` as it stands above: . $(BIN)/activate'
 
 test: .venv/.dev-installed
 	$(BIN)/python -m pytest
