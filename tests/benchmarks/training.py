@@ -200,8 +200,6 @@ class Arena:
         path = self.folder / f"job-{self.runs}.json"
         path.write_text(json.dumps(job))
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        # As stage processes do: a thread that waits by spinning takes a core from others, and counts as CPU time.
-        environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
         done = subprocess.run([*command, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
