@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folder_locks import freeze
 
 from stages.artifacts import (
     Damaged,
@@ -39,25 +39,6 @@ lease = acquire(open_store(sys.argv[1]), sys.argv[2], seconds=float(sys.argv[4])
 print("held", lease.token, flush=True)
 time.sleep(600)
 """
-
-
-def freeze(process: subprocess.Popen[str], store: Path) -> None:
-    """SIGSTOP, at a moment in which the process holds no lock of a folder store: a lock would stop the others too."""
-    while True:
-        process.send_signal(signal.SIGSTOP)
-        if not any(is_locked(path) for path in (store / "locks").glob("*")):
-            return
-        process.send_signal(signal.SIGCONT)
-        time.sleep(0.01)
-
-
-def is_locked(path: Path) -> bool:
-    with open(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def take(store: Store, run: str = "run-1", seconds: float = 30.0, **options: Any) -> Lease:

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+from folder_locks import freeze
+
 from stages.artifacts import open_store, read_lease, read_result
 
 STAGE, KEY = "toy.counter", "ab" * 32
-
-
-def freeze(process: subprocess.Popen[bytes], store: Path) -> None:
-    """SIGSTOP, at a moment in which the process holds no lock of a folder store: a lock would stop the others too."""
-    while True:
-        process.send_signal(signal.SIGSTOP)
-        if not any(is_locked(path) for path in (store / "locks").glob("*")):
-            return
-        process.send_signal(signal.SIGCONT)
-        time.sleep(0.01)
-
-
-def is_locked(path: Path) -> bool:
-    with open(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def wait_for_text(path: Path, text: str) -> None:
