@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from s3_proxy import Proxy, proxy
 
 from stages.artifacts import (
     Damaged,
+    FilesAtHand,
     FullStore,
+    HashCache,
     NotInStore,
     ReadOnlyStore,
     StoreError,
@@ -27,6 +30,8 @@ from stages.artifacts import (
     open_store,
     publish,
     read_log,
+    repair,
+    s3_client,
     s3_transfer,
     verify_all,
     verify_artifact,
@@ -224,6 +229,52 @@ def test_what_is_there_is_not_sent_again(tmp_path: Path, s3_url: str, through: P
     asked = [(method, path) for method, path, _ in through.requests[begun:]]
     assert [method for method, _ in asked if method in ("PUT", "POST")] == []
     assert len(asked) < 6  # not one request for each file
+
+
+@pytest.mark.parametrize("count", [3, 60])
+@pytest.mark.parametrize("remembered", [False, True])
+def test_a_blob_of_the_right_size_with_other_bytes_is_replaced_where_the_server_tells(
+    tmp_path: Path, s3_url: str, through: Proxy, count: int, remembered: bool
+) -> None:
+    """Looked up alone, the server says the SHA-256; listed, the MD5, which says nothing of a file that is not read."""
+    store = connected(s3_url)
+    (tmp_path / "in").mkdir()
+    for n in range(count):
+        (tmp_path / "in" / f"{n}").write_bytes(b"%03d" % n)
+        os.utime(tmp_path / "in" / f"{n}", (1e9, 1e9))
+    time.sleep(2.1 if remembered else 0)  # what changed just now is not remembered
+    cache = HashCache(tmp_path / "hashes.json") if remembered else None
+    digest = publish(store, tmp_path / "in", "dataset", cache)
+    wrong = hashlib.sha256(b"001").hexdigest()
+    store.put(f"blobs/{wrong[:2]}/{wrong}", b"100")
+    assert [damage.path for damage in verify_artifact(store, digest)] == ["1"]
+    begun = len(through.requests)
+    assert publish(store, tmp_path / "in", "dataset", cache) == digest
+    sent = [path for method, path, _ in through.requests[begun:] if method == "PUT"]
+    left = [damage.path for damage in verify_artifact(store, digest)]
+    if remembered and count == 60:
+        assert (sent, left) == ([], ["1"])
+        assert [damage.path for damage in repair(store, verify_all(store), FilesAtHand([tmp_path / "in"]))] == ["1"]
+        assert list(verify_all(store)) == []
+    else:
+        assert ([path.rpartition("/")[2].partition("?")[0] for path in sent], left) == ([wrong], [])
+
+
+def test_etags_that_are_no_md5_make_nothing_be_sent_again(tmp_path: Path, s3_url: str, through: Proxy) -> None:
+    """A server may make its ETags otherwise (S3 does, of objects under a KMS key): the SHA-256 decides then."""
+    store = connected(s3_url)
+    (tmp_path / "in").mkdir()
+    for n in range(200):
+        (tmp_path / "in" / f"{n}").write_bytes(os.urandom(50))
+    digest = publish(store, tmp_path / "in", "dataset")
+    listed = s3_client.listed_objects
+    begun = len(through.requests)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s3_client, "listed_objects", lambda page: [(*item[:3], "0" * 32) for item in listed(page)])
+        assert publish(store, tmp_path / "in", "dataset") == digest
+    methods = [method for method, _, _ in through.requests[begun:]]
+    assert [method for method in methods if method in ("PUT", "POST")] == []
+    assert len(methods) < 60  # not one request for each file
 
 
 def test_encryption_settings_reach_the_server(
