@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from stages.artifacts.cache import BlobCache, WrongBytes, open_cache, room_for
-from stages.artifacts.manifest import MAX_BYTES, FileEntry, Manifest, manifest_key, sha256_hex
+from stages.artifacts.manifest import MAX_BYTES, FileEntry, Manifest, check_digest, manifest_key, sha256_hex
 from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, in_parallel, remove_folder
 
 SUMS = "SHA256SUMS"
@@ -84,6 +84,8 @@ def _fetch(store: Store, digest: str, manifest: Manifest, folder: Path, *, sums:
         for parent in {(partial / entry.path).parent for entry in manifest.files}:
             parent.mkdir(parents=True, exist_ok=True)
         cache = room_for(open_cache(), manifest.files) if store.remote else None
+        if cache is not None:
+            cache.keep_manifest(check_digest(digest), manifest.to_json())
 
         def copy(entry: FileEntry) -> None:
             copy_blob(store, entry, partial / entry.path, f"artifact {digest}", cache=cache, link=link)
