@@ -32,7 +32,7 @@ from stages.artifacts.manifest import canonical_json, sha256_hex
 
 _OWN_ROOT = Path(__file__).absolute().parent.parent
 _LEFT_OUT = re.compile(
-    r"stages\.(contract|artifacts|fingerprint|process|ranks|events|environment|server|__main__)(\..*)?"
+    r"stages\.(contract|artifacts|fingerprint|process|ranks|children|events|environment|server|__main__)(\..*)?"
 )
 _ONLY_FOR_READERS = ("type_comment", "type_ignores", "kind", "ctx")  # fields of syntax trees that change no result
 
