@@ -25,6 +25,7 @@ from stages.artifacts import (
     pull,
     read_log,
     read_manifest,
+    run_names,
 )
 
 
@@ -47,6 +48,8 @@ def status(store_url: str, run: str | None, number: int, *, as_json: bool) -> No
     records = [record for _, record in zip(range(number), list_runs(store), strict=False)]
     if as_json:
         print_json(records)
+    elif not records and run_names(store):
+        print(f"No run of store {store.url} can be read.")
     elif not records:
         print(f"No runs in store {store.url} yet. `headrace run quickstart` makes one.")
     else:

@@ -36,6 +36,7 @@ from stages.artifacts import (
     open_store,
     read_manifest,
     read_ref,
+    ref_names,
     repair,
     usage,
     verify_all,
@@ -294,13 +295,13 @@ def refs(store_url: str, name: str | None, *, history: bool, as_json: bool) -> N
     """
     store = open_store(store_url)
     try:
-        found = list(all_refs(store)) if name is None else [read_ref(store, name)]
+        found = list(all_refs(store, all_or_none=False)) if name is None else [read_ref(store, name)]
     except (NotInStore, ValueError) as error:
         raise UnknownName(f"{str(error).rstrip('.')}.") from None
     if as_json:
         print_json([ref.model_dump(mode="json", exclude=None if history else {"history"}) for ref in found])
         return
-    if not found:
+    if not found and not ref_names(store):
         print(f"No references in store {store.url}. `headrace promote ARTIFACT NAME` makes one.")
     for ref in found:
         print(f"  {ref.name:<24} {ref.artifact}")

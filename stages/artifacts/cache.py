@@ -29,6 +29,7 @@ from pathlib import Path
 
 from stages.artifacts.manifest import FileEntry
 from stages.artifacts.store import Store, StoreError, hash_file
+from stages.os_errors import explained
 
 DEFAULT_SIZE = 20 << 30
 _STALLED_SECONDS = 30.0  # how long a fetch by another process may stand still before we fetch ourselves
@@ -243,7 +244,7 @@ class BlobCache:
                 raise StoreError(f"the disk of the cache {self.root} {said}") from error
             if isinstance(error, StoreError):
                 raise
-            raise StoreError(f"cannot write the cache {self.root}: {error.strerror or error}") from error
+            raise StoreError(f"cannot write the cache {self.root}: {explained(error)}") from error
 
     @contextmanager
     def _partial(self, entry: FileEntry) -> Iterator[Path | None]:

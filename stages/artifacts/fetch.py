@@ -16,6 +16,7 @@ from pathlib import Path
 from stages.artifacts.cache import BlobCache, WrongBytes, open_cache, room_for
 from stages.artifacts.manifest import MAX_BYTES, FileEntry, Manifest, check_digest, manifest_key, sha256_hex
 from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, in_parallel, remove_folder
+from stages.os_errors import explained
 
 SUMS = "SHA256SUMS"
 FILES_AT_ONCE = 4
@@ -97,7 +98,7 @@ def _fetch(store: Store, digest: str, manifest: Manifest, folder: Path, *, sums:
             (partial / SUMS).write_text("".join(lines), encoding="utf-8")
         os.rename(partial, folder)
     except OSError as error:
-        raise StoreError(f"cannot write {folder}: {error.strerror or error}") from error
+        raise StoreError(f"cannot write {folder}: {explained(error)}") from error
     finally:
         remove_folder(partial)
 

@@ -34,6 +34,7 @@ from stages.artifacts.store import (
     in_parallel,
     open_source,
 )
+from stages.os_errors import explained
 
 _WRITERS = 4  # files stored at once: fsync waits for the disk, not for a core
 _LOCKS = 256
@@ -42,7 +43,7 @@ _NEVER_COMPARED = ("blobs/", "manifests/", "work/", "runs/", "logs/")
 _NO_OBJECTS = ("tmp", "locks")
 _STALE_SECONDS = 24 * 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_DENIED = (errno.EACCES, errno.EPERM)
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -217,7 +218,7 @@ class FolderStore:
                 with open(path, "wb" if resume else "xb") as file:
                     return copy_stream(source, file, self._path(key))
             except OSError as error:
-                raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+                raise StoreError(f"cannot write {path}: {explained(error)}") from error
 
     def hash(self, key: str) -> str:
         with self._errors(key, "read"), open(self._path(key), "rb") as source:
@@ -288,14 +289,17 @@ class FolderStore:
             raise NotInStore(f"store {self.url} has no {what}") from error
         except OSError as error:
             if error.errno in _FULL:
-                message = f"store {self.url} is full; free some space, or give another place with --store"
+                reason = "is full" if error.errno == errno.ENOSPC else "is over the disk quota"
+                message = f"store {self.url} {reason}; free some space, or give another place with --store"
                 raise FullStore(message) from error
-            if error.errno in _READ_ONLY:
+            if error.errno == errno.EROFS:
+                raise ReadOnlyStore(f"store {self.url}: cannot {verb} {what}: {explained(error)}") from error
+            if error.errno in _DENIED:
                 message = (
                     f"store {self.url}: no permission to {verb} {what} ({error.strerror}); check who owns the folder"
                 )
                 raise ReadOnlyStore(message) from error
-            raise StoreError(f"store {self.url}: cannot {verb} {what}: {error.strerror or error}") from error
+            raise StoreError(f"store {self.url}: cannot {verb} {what}: {explained(error)}") from error
 
     @contextmanager
     def _temporary(self) -> Iterator[tuple[Path, IO[bytes]]]:

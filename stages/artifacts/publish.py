@@ -24,6 +24,7 @@ from stages.artifacts.fetch import is_complete
 from stages.artifacts.leases import gc_is_running
 from stages.artifacts.manifest import FileEntry, Manifest, check_path, manifest_key
 from stages.artifacts.store import NotInStore, Store, StoreError, hash_file
+from stages.os_errors import explained
 
 _GC_SECONDS = 0.5
 _TRIES = 5
@@ -121,7 +122,7 @@ def files_below(folder: Path) -> list[tuple[str, Path]]:
         try:
             entries = list(os.scandir(current))
         except OSError as error:
-            raise StoreError(f"cannot read {current}: {error.strerror or error}") from error
+            raise StoreError(f"cannot read {current}: {explained(error)}") from error
         for entry in entries:
             path = Path(entry.path)
             if entry.is_symlink():
@@ -144,7 +145,7 @@ def _check(files: list[tuple[str, Path]], kind: str) -> None:
         try:
             mode = os.stat(file).st_mode
         except OSError as error:
-            raise StoreError(f"cannot read {file}: {error.strerror or error}") from error
+            raise StoreError(f"cannot read {file}: {explained(error)}") from error
         if not stat.S_ISREG(mode):
             raise ValueError(f"{file} is not a regular file; an artifact holds files only")
 
@@ -191,7 +192,7 @@ class HashCache:
         try:
             now = os.stat(path)
         except OSError as error:
-            raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+            raise StoreError(f"cannot read {path}: {explained(error)}") from error
         return [now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino]
 
     def known(self, path: Path) -> tuple[str, int] | None:

@@ -19,6 +19,7 @@ from stages.artifacts.manifest import MAX_BYTES, FileEntry, Manifest, check_dige
 from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, hash_file
 from stages.artifacts.verify import Damage
 from stages.contract import KINDS
+from stages.os_errors import explained
 
 _SUM = re.compile(r"[0-9a-f]{64}  .+\n")
 Find = Callable[[str, int | None], Path | None]
@@ -164,7 +165,7 @@ class FilesAtHand:
 
 def _files(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
-        raise StoreError(f"cannot read {error.filename}: {error.strerror or error}")
+        raise StoreError(f"cannot read {error.filename}: {explained(error)}")
 
     for parent, _, names in os.walk(folder, onerror=refuse):
         yield from (path for path in (Path(parent) / name for name in sorted(names)) if path.is_file())

@@ -34,6 +34,7 @@ from stages.artifacts.manifest import blob_key, check_path, sha256_hex
 from stages.artifacts.s3_client import FAULTS, error_code, status
 from stages.artifacts.s3_transfer import Hashed, base64_of
 from stages.artifacts.store import Damaged, NotInStore, ObjectInfo, StoreError, check_limit, in_parallel, is_segment
+from stages.os_errors import explained
 
 _FILES_AT_ONCE = 4
 _REQUESTS_AT_ONCE = 8
@@ -449,7 +450,7 @@ def _size_of(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+        raise StoreError(f"cannot read {path}: {explained(error)}") from error
 
 
 def _hashes(path: Path) -> tuple[str, int, str]:
@@ -457,5 +458,5 @@ def _hashes(path: Path) -> tuple[str, int, str]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+        raise StoreError(f"cannot read {path}: {explained(error)}") from error
     return sha256_hex(data), len(data), hashlib.md5(data, usedforsecurity=False).hexdigest()

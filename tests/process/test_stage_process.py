@@ -68,7 +68,7 @@ def test_a_full_disk_under_the_scratch_folder_is_one_sentence(toy: Any) -> None:
     ended = toy.run(toy.spec(behaviour="full"))
     assert ended.returncode == 1
     scratch = toy.root / "scratch" / "one"
-    message = f"no space is left on the disk of {scratch}; free some, or give a store on another disk"
+    message = f"{scratch}: no space is left on the disk; free some, or choose a place on another disk"
     assert toy.parse(ended.stdout)[-1]["message"] == outcome_of(toy)["message"] == message
 
 
