@@ -41,6 +41,7 @@ from stages.artifacts import (
     resolve_digest,
     write_result,
 )
+from stages.os_errors import explained
 
 # What is taken of a model's folder: weights as safetensors, configuration, tokenizer, notes. Never pickles or code.
 MODEL_FILES = ("*.safetensors", "*.json", "*.jsonl", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*", "SHA256SUMS")
@@ -58,7 +59,7 @@ class Source:
         kind: kind of its artifact; None for a model of the hub that was not fetched yet.
         digest: of its artifact; None for a model of the hub that was not fetched yet.
         files: for files: (path in the artifact, file), sorted.
-        holds: for a dataset: what its rows are, where that is known.
+        holds, splits: for a dataset: what its rows are, and the names of its splits, where that is known.
     """
 
     ref: InputRef
@@ -66,6 +67,7 @@ class Source:
     digest: str | None
     files: tuple[tuple[str, Path], ...] = ()
     holds: str | None = None
+    splits: tuple[str, ...] | None = None
 
 
 def resolve(ref: InputRef, folder: Path, store: Store, cache: HashCache | None = None) -> Source:
@@ -96,8 +98,11 @@ def resolve(ref: InputRef, folder: Path, store: Store, cache: HashCache | None =
     raise ValueError(f"{ref.text} is the output of a step")
 
 
-def bring(source: Source, store: Store, run: str) -> str:
+def bring(source: Source, store: Store, run: str, cache: HashCache | None = None) -> str:
     """Have the artifact of a source in the store, and return its digest.
+
+    Args:
+        cache: the one that `resolve` had: what was hashed then is not hashed again.
 
     Raises:
         RecipeError: a file changed or vanished since it was resolved, or a model cannot be had from the hub.
@@ -110,7 +115,9 @@ def bring(source: Source, store: Store, run: str) -> str:
             return _bring_from_hub(ref, store, run)
         if not source.files or source.kind is None:
             raise NotInStore(f"store {store.url} no longer holds all of {source.digest}; `headrace verify` says more")
-        digest = import_files(store, list(source.files), source.kind)
+        digest = import_files(store, list(source.files), source.kind, cache)
+        if cache is not None:
+            cache.save()
     except (ValueError, StoreError) as error:
         raise RecipeError(f"{ref.where}: input {ref.name}: {str(error).rstrip('.')}.") from error
     if digest != source.digest:
@@ -216,7 +223,7 @@ def _check_tree(folder: Path, around: tuple[Path, ...]) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise ValueError(f"folder {folder} cannot be listed: {error.strerror}") from None
+        raise ValueError(f"folder {folder} cannot be listed: {explained(error)}") from None
     for entry in entries:
         if entry.name.startswith(".") or entry.name in _LEFT_OUT or not entry.is_dir():
             continue
@@ -272,11 +279,12 @@ def _stored(ref: InputRef, store: Store, digest: str) -> Source:
         raise ValueError(
             f"artifact {digest} is not whole in store {store.url}; `headrace verify` names what is missing"
         )
-    holds = None
+    info: dict[str, Any] = {}
     for entry in manifest.files:
         if manifest.kind == "dataset" and entry.path == "dataset.json":
-            holds = json.loads(store.get(entry.blob)).get("holds")
-    return Source(ref, manifest.kind, digest, holds=holds)
+            info = json.loads(store.get(entry.blob))
+    splits = tuple(info["splits"]) if "splits" in info else None
+    return Source(ref, manifest.kind, digest, holds=info.get("holds"), splits=splits)
 
 
 # Models of the Hugging Face hub

@@ -205,6 +205,10 @@ class Config(StageConfig):
         """What the rows are: "text", "chat", "preference" or "prompt"."""
         return self.format
 
+    def makes_splits(self) -> tuple[str, ...]:
+        """The splits that the dataset will have."""
+        return ("train", "validation") if self.validation_fraction > 0 else ("train",)
+
     def long_rows(self) -> str:
         """What is done with rows that are too long, the default filled in."""
         return self.on_long_rows or ("split" if self.format == "text" else "refuse")
