@@ -151,9 +151,10 @@ def is_complete(store: Store, digest: str) -> bool:
         manifest = read_manifest(store, digest)
     except (NotInStore, Damaged):
         return False
-    wanted = {(entry.blob, entry.size) for entry in manifest.files}
-    sizes = store.sizes(blob for blob, _ in wanted)
-    return all(sizes.get(blob) == size for blob, size in wanted)
+    wanted = {f"blobs/{sha256[:2]}/{sha256}": size for _, size, sha256 in manifest.files}
+    if len(wanted) < len(manifest.files) and any(wanted[entry.blob] != entry.size for entry in manifest.files):
+        return False  # one blob cannot have two sizes
+    return store.sizes(wanted) == wanted
 
 
 def resolve_digest(store: Store, prefix: str) -> str:

@@ -22,6 +22,7 @@ import random
 import re
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from stages.os_errors import explained
 _FILES_AT_ONCE = 4
 _REQUESTS_AT_ONCE = 8
 _SMALL = 1 << 20  # files up to this size are looked up together, not one by one
+_PAGE = 1000  # objects that one request lists
 _HEADS = 40  # looking up this many objects one by one costs as much as listing a page of 1,000
 _SEGMENT = 256 << 10  # an appended object goes on in another after so many bytes
 _CONFLICTS = 10
@@ -141,18 +143,29 @@ class S3Store:
 
     def _stored(self, keys: Iterable[str]) -> dict[str, _Stored]:
         wanted = sorted(set(keys))
+        if len(wanted) <= _PAGE:
+            return self._stored_from(wanted)
+        share = -(-len(wanted) // _REQUESTS_AT_ONCE)  # of the keys in order, so that each lists a stretch of its own
+        parts = [wanted[start : start + share] for start in range(0, len(wanted), share)]
+        with ThreadPoolExecutor(len(parts)) as pool:
+            return {
+                key: stored for found in in_parallel(pool, self._stored_from, parts) for key, stored in found.items()
+            }
+
+    def _stored_from(self, wanted: builtins.list[str]) -> dict[str, _Stored]:
         found: dict[str, _Stored] = {}
         while len(wanted) > _HEADS:
             listed, more = self._page(_common(wanted[0], wanted[-1]), wanted[0])
             reached = max(listed) if more and listed else None
-            passed = [key for key in wanted if reached is None or key <= reached]
-            found.update((key, listed[key]) for key in passed if key in listed)
-            wanted = wanted[len(passed) :]
-            if len(passed) < _HEADS:  # the store holds far more than is asked for
+            passed = bisect_right(wanted, reached) if reached is not None else len(wanted)
+            found.update((key, listed[key]) for key in wanted[:passed] if key in listed)
+            wanted = wanted[passed:]
+            if passed < _HEADS:  # the store holds far more than is asked for
                 break
-        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
-            looked_up = zip(wanted, pool.map(self._look_up, wanted), strict=True)
-            found.update((key, stored) for key, stored in looked_up if stored is not None)
+        if wanted:
+            with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+                looked_up = zip(wanted, pool.map(self._look_up, wanted), strict=True)
+                found.update((key, stored) for key, stored in looked_up if stored is not None)
         return found
 
     def _look_up(self, key: str) -> _Stored | None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -275,6 +276,32 @@ def test_etags_that_are_no_md5_make_nothing_be_sent_again(tmp_path: Path, s3_url
     methods = [method for method, _, _ in through.requests[begun:]]
     assert [method for method in methods if method in ("PUT", "POST")] == []
     assert len(methods) < 60  # not one request for each file
+
+
+def test_the_sizes_of_more_objects_than_a_listing_has_are_found_in_few_requests(s3_url: str, through: Proxy) -> None:
+    store = connected(s3_url)
+    keys = [f"blobs/{n % 256:02x}/{n:064x}" for n in range(1300)]
+    there = {key: n for n, key in enumerate(keys) if n % 10}
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda key: store.put(key, b"x" * there[key]), there))
+    begun = len(through.requests)
+    assert store.sizes(keys) == there
+    assert len(through.requests) - begun <= 16
+    few = keys[5:50]
+    assert store.sizes(few) == {key: there[key] for key in few if key in there}
+
+
+def test_a_listing_is_read_however_a_server_writes_it(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = connected(s3_url)
+    names = ["a b", "ü", "c&d", "e%f", "g+h", "i=j"]
+    for name in names:
+        store.put(f"runs/{name}", b"x")
+    quick = list(store.list("runs/"))
+    assert [info.key for info in quick] == sorted(f"runs/{name}" for name in names)
+    monkeypatch.setattr(s3_client, "_take_listing", lambda **answer: None)
+    plain = connected(s3_url)  # its client reads listings as botocore does
+    assert [(info.key, info.size) for info in plain.list("runs/")] == [(info.key, info.size) for info in quick]
+    assert all(abs(a.modified - b.modified) < 1 for a, b in zip(plain.list("runs/"), quick, strict=True))
 
 
 def test_encryption_settings_reach_the_server(
