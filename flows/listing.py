@@ -74,6 +74,7 @@ def _run_lines(record: dict[str, Any]) -> list[str]:
     for name, step in steps.items():
         took = figures.duration(step["seconds"]) if step.get("seconds") is not None else ""
         told = step.get("message") or figures.headline(step.get("metrics") or {})
+        told += f" (checkpoint kept: {step['kept']})" if step.get("kept") else ""
         state, digest = step.get("status", ""), figures.short(step.get("artifact"))
         lines.append(f"    {name:<{width}}  {state:<8} {took:>8}  {digest:<12}  {told}".rstrip())
     return lines
