@@ -15,6 +15,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from html import unescape
 from typing import Any
 from urllib.parse import unquote_plus, urlsplit
 
@@ -114,7 +115,7 @@ def _take_listing(response_dict: dict[str, Any], customized_response_dict: dict[
     for key, size, date, etag in zip(*fields, strict=True):
         name = unquote_plus(key.decode()) if encoded and (b"%" in key or b"+" in key) else key.decode()
         changed = datetime.fromisoformat(date.decode()).timestamp()
-        listed.append((name, int(size), changed, etag.decode().replace("&quot;", "").strip('"')))
+        listed.append((name, int(size), changed, unescape(etag.decode()).strip('"')))
     response_dict["body"] = body[:begin] + body[end:]
     customized_response_dict[LISTED] = listed
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -232,7 +233,7 @@ def test_what_is_there_is_not_sent_again(tmp_path: Path, s3_url: str, through: P
     assert len(asked) < 6  # not one request for each file
 
 
-@pytest.mark.parametrize("count", [3, 60])
+@pytest.mark.parametrize("count", [2, 42])
 @pytest.mark.parametrize("remembered", [False, True])
 def test_a_blob_of_the_right_size_with_other_bytes_is_replaced_where_the_server_tells(
     tmp_path: Path, s3_url: str, through: Proxy, count: int, remembered: bool
@@ -248,17 +249,17 @@ def test_a_blob_of_the_right_size_with_other_bytes_is_replaced_where_the_server_
     digest = publish(store, tmp_path / "in", "dataset", cache)
     wrong = hashlib.sha256(b"001").hexdigest()
     store.put(f"blobs/{wrong[:2]}/{wrong}", b"100")
-    assert [damage.path for damage in verify_artifact(store, digest)] == ["1"]
     begun = len(through.requests)
     assert publish(store, tmp_path / "in", "dataset", cache) == digest
     sent = [path for method, path, _ in through.requests[begun:] if method == "PUT"]
-    left = [damage.path for damage in verify_artifact(store, digest)]
-    if remembered and count == 60:
-        assert (sent, left) == ([], ["1"])
-        assert [damage.path for damage in repair(store, verify_all(store), FilesAtHand([tmp_path / "in"]))] == ["1"]
-        assert list(verify_all(store)) == []
+    there = store.get(f"blobs/{wrong[:2]}/{wrong}")
+    if remembered and count == 42:
+        assert (sent, there) == ([], b"100")
+        found = verify_artifact(store, digest)
+        assert [damage.path for damage in found] == ["1"]
+        assert repair(store, found, FilesAtHand([tmp_path / "in"])) == found
     else:
-        assert ([path.rpartition("/")[2].partition("?")[0] for path in sent], left) == ([wrong], [])
+        assert ([path.rpartition("/")[2].partition("?")[0] for path in sent], there) == ([wrong], b"001")
 
 
 def test_etags_that_are_no_md5_make_nothing_be_sent_again(tmp_path: Path, s3_url: str, through: Proxy) -> None:
@@ -278,12 +279,15 @@ def test_etags_that_are_no_md5_make_nothing_be_sent_again(tmp_path: Path, s3_url
     assert len(methods) < 60  # not one request for each file
 
 
-def test_the_sizes_of_more_objects_than_a_listing_has_are_found_in_few_requests(s3_url: str, through: Proxy) -> None:
-    store = connected(s3_url)
-    keys = [f"blobs/{n % 256:02x}/{n:064x}" for n in range(1300)]
+def test_the_sizes_of_more_objects_than_a_listing_has_are_found_in_few_requests(
+    s3_url: str, s3_server: server_module.Server, through: Proxy
+) -> None:
+    store, client = connected(s3_url), server_module.client(s3_server)
+    keys = [f"blobs/{n % 256:02x}/{n:064x}" for n in range(1100)]
     there = {key: n for n, key in enumerate(keys) if n % 10}
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda key: store.put(key, b"x" * there[key]), there))
+    with ThreadPoolExecutor(8) as pool:
+        put = partial(client.put_object, Bucket=BUCKET)
+        list(pool.map(lambda key: put(Key=store.prefix + key, Body=b"x" * there[key]), there))
     begun = len(through.requests)
     assert store.sizes(keys) == there
     assert len(through.requests) - begun <= 16
