@@ -50,11 +50,13 @@ class StageEnd(Exception):
     Attributes:
         checkpoint: for a verdict on a run, a folder with the model as it is now, to be kept apart from all results.
         kept: the digest that the stage process has then published it under.
+        together: whether all ranks end so, at one step: then none of them need be hurried.
     """
 
     code: ClassVar[ExitCode]
     checkpoint: Path | None = None
     kept: str | None = None
+    together: bool = False
 
 
 class Refused(StageEnd):

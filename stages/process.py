@@ -137,7 +137,8 @@ def _outcome_of(work: Callable[[], dict[str, Any]], emit: Emit, begun: float, sc
     try:
         return work()
     except StageEnd as error:
-        return _outcome(error.code, str(error), begun) | ({"kept": error.kept} if error.kept else {})
+        said = {"kept": error.kept, "together": error.together}
+        return _outcome(error.code, str(error), begun) | {name: value for name, value in said.items() if value}
     except (StoreError, CodeError) as error:
         return _outcome(CRASHED, str(error), begun)
     except BaseException as error:

@@ -187,7 +187,7 @@ def _sooner(deadline: float | None, end: RankEnd) -> float | None:
     """Until when the other ranks may run, now that this one has ended."""
     if end.crashed:
         limit = time.monotonic() + CRASH_GRACE
-    elif end.code in (ExitCode.NONFINITE, ExitCode.REFUSED):
+    elif end.code in (ExitCode.NONFINITE, ExitCode.REFUSED) and not (end.outcome or {}).get("together"):
         limit = time.monotonic() + VERDICT_GRACE
     else:  # the ends that all ranks decide on together; rank 0 may take its time to save and publish
         return deadline

@@ -39,6 +39,7 @@ from stages.os_errors import explained
 
 _FILES_AT_ONCE = 4
 _REQUESTS_AT_ONCE = 8
+_LISTINGS_AT_ONCE = 16
 _SMALL = 1 << 20  # files up to this size are looked up together, not one by one
 _PAGE = 1000  # objects that one request lists
 _HEADS = 40  # looking up this many objects one by one costs as much as listing a page of 1,000
@@ -145,7 +146,8 @@ class S3Store:
         wanted = sorted(set(keys))
         if len(wanted) <= _PAGE:
             return self._stored_from(wanted)
-        share = -(-len(wanted) // _REQUESTS_AT_ONCE)  # of the keys in order, so that each lists a stretch of its own
+        # Of the keys in order, so that each listing has a stretch of its own, and none is shorter than a page.
+        share = max(_PAGE, -(-len(wanted) // _LISTINGS_AT_ONCE))
         parts = [wanted[start : start + share] for start in range(0, len(wanted), share)]
         with ThreadPoolExecutor(len(parts)) as pool:
             return {

@@ -183,6 +183,7 @@ def train(
                 trackers.close()
                 if isinstance(decision.ending, Tripwire | NonFinite):
                     trained.finish()  # its weights are looked at; see `stages.training.finish`
+                    decision.ending.together = True
                 raise decision.ending
             if progress.step >= total_steps:
                 break
