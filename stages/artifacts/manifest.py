@@ -16,7 +16,7 @@ import json
 import operator
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -151,9 +151,10 @@ class Manifest:
             raise ValueError("an artifact needs at least one file")
         if len(self.files) > MAX_FILES:
             raise ValueError(f"{len(self.files):,} files are more than one artifact may hold ({MAX_FILES:,})")
-        for entry in self.files:
-            _check_entry(entry)
-        _check_clashes(entry.path for entry in self.files)
+        if not _plainly_allowed(self.files):
+            for entry in self.files:
+                _check_entry(entry)
+            _check_clashes(entry.path for entry in self.files)
         if self.size > MAX_SIZE:
             raise ValueError(f"the files hold {self.size:,} bytes in all, more than an artifact may ({MAX_SIZE:,})")
         object.__setattr__(self, "files", tuple(sorted(self.files, key=lambda entry: entry.path)))
@@ -235,18 +236,34 @@ def _parse_plain(data: bytes) -> tuple[str, tuple[FileEntry, ...]] | None:
     if not found or covered != len(text) or "]" in ends[:-1] or ends[-1] != "]" or len(found) > MAX_FILES:
         return None
     files = tuple(map(FileEntry, paths, map(int, sizes), hashes))
+    if any(map(operator.ge, paths, paths[1:])) or _ascii_clash(paths) or sum(file.size for file in files) > MAX_SIZE:
+        return None
+    return kind, files
+
+
+def _plainly_allowed(files: tuple[FileEntry, ...]) -> bool:
+    """Whether entries are allowed and their paths plain; False: look at them one by one, which says what is wrong."""
+    paths, sizes, hashes = zip(*files, strict=True)
+    return (
+        set(map(type, paths)) == set(map(type, hashes)) == {str}
+        and set(map(type, sizes)) == {int}
+        and 0 <= min(sizes) <= max(sizes) <= MAX_SIZE
+        and all(map(_HEX.fullmatch, hashes))
+        and all(map(_PLAIN.fullmatch, paths))
+        and not _ascii_clash(paths)
+    )
+
+
+def _ascii_clash(paths: Sequence[str]) -> bool:
+    """Whether plain paths are too long, meet where case is ignored, or are a file and a folder at once."""
     folded = {path.lower() for path in paths}
     folders = _folders(paths)
-    if (
-        any(map(operator.ge, paths, paths[1:]))
+    return (
+        max(map(len, paths)) > MAX_PATH_BYTES
         or len(folded) != len(paths)
         or len({folder.lower() for folder in folders}) != len(folders)
         or not folded.isdisjoint(folder.lower() for folder in folders)
-        or max(map(len, paths)) > MAX_PATH_BYTES
-        or sum(file.size for file in files) > MAX_SIZE
-    ):
-        return None
-    return kind, files
+    )
 
 
 def _kind_of(end: bytes) -> tuple[str | None, bytes]:

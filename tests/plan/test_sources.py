@@ -215,6 +215,16 @@ def test_links_that_lead_back_to_a_folder_around_them_are_refused(
         find_files((pattern,), tmp_path)
 
 
+def test_a_link_that_leads_nowhere_matters_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("a")
+    (tmp_path / "data" / "b.bin").symlink_to("nowhere")
+    assert [name for name, _ in find_files(("data/**/*.txt",), tmp_path)[1]] == ["a.txt"]
+    for pattern in ("data", "data/*", "data/**"):
+        with pytest.raises(ValueError, match=r"data/b\.bin is a link to a file that does not exist"):
+            find_files((pattern,), tmp_path)
+
+
 def test_a_link_to_a_folder_elsewhere_is_followed(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "elsewhere").mkdir()
