@@ -327,8 +327,10 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        print(f"headrace: {error.strerror or error}{where}", file=sys.stderr)
+        from stages.os_errors import explained
+
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"headrace: {where}{explained(error)}", file=sys.stderr)
         _drop_output()
         raise SystemExit(FAILED) from None
     except Exception as error:

@@ -259,13 +259,11 @@ def _state_column(line: Line) -> str:
     return line.state if line.state != "waiting" else ""
 
 
-class PlainDisplay:
-    """One line of text for each change of state, and now and then for progress: for logs, pipes and CI."""
+class _Lines:
+    """What the displays that only add lines have in common."""
 
-    def __init__(self, board: Board, out: TextIO | None = None, clock: Callable[[], float] = time.time) -> None:
-        self.board, self._out, self._clock = board, out or sys.stdout, clock
-        self._told: dict[str, float] = {}
-        self._width = max((len(name) for name in board.lines), default=0)
+    def __init__(self, board: Board, out: TextIO | None = None) -> None:
+        self.board, self._out = board, out or sys.stdout
         self._lock = threading.RLock()  # a signal may come, and be told of, in the middle of a line
 
     def __enter__(self) -> Self:
@@ -273,6 +271,16 @@ class PlainDisplay:
 
     def __exit__(self, *error: object) -> None:
         self._out.flush()
+
+
+class PlainDisplay(_Lines):
+    """One line of text for each change of state, and now and then for progress: for logs, pipes and CI."""
+
+    def __init__(self, board: Board, out: TextIO | None = None, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(board, out)
+        self._clock = clock
+        self._told: dict[str, float] = {}
+        self._width = max((len(name) for name in board.lines), default=0)
 
     def event(self, event: dict[str, Any]) -> None:
         with self._lock:
@@ -310,18 +318,8 @@ class PlainDisplay:
         print(f"{clock} {line.step:<{self._width}}  {text}", file=self._out, flush=True)
 
 
-class JsonDisplay:
+class JsonDisplay(_Lines):
     """Every event as one line of JSON, for programs; what is said in words goes to standard error."""
-
-    def __init__(self, board: Board, out: TextIO | None = None) -> None:
-        self.board, self._out = board, out or sys.stdout
-        self._lock = threading.RLock()  # a signal may come, and be told of, in the middle of a line
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._out.flush()
 
     def event(self, event: dict[str, Any]) -> None:
         with self._lock:

@@ -53,6 +53,7 @@ class StepResult:
         message: for what did not end well, why, in one sentence; for what another run computed meanwhile, which.
         code: exit code of the last attempt, minus the signal's number for a signal; None where no process ran.
         saved_step: for a stopped or failed step, the step at which progress is saved, if any is.
+        kept: for a step that halted itself, the digest of a checkpoint of that moment; not the step's result.
     """
 
     step: str
@@ -67,6 +68,7 @@ class StepResult:
     reason: str = ""
     attempts: int = 0
     saved_step: int | None = None
+    kept: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -282,7 +284,8 @@ class Execution:
                 inputs[ref.name] = digest
             else:
                 with self._importing:  # the same files may be the input of several steps
-                    inputs[ref.name] = bring(self.plan.sources[step.name, ref.name], self.plan.store, self.run_id)
+                    source = self.plan.sources[step.name, ref.name]
+                    inputs[ref.name] = bring(source, self.plan.store, self.run_id, self.plan.hashes)
         return inputs
 
     def _take_hit(self, step: Step, planned: PlannedStep, planner: Planner) -> StepResult:
@@ -350,7 +353,7 @@ class Execution:
             made = read_result(self.plan.store, step.stage, key) if code == ExitCode.DONE else None
         finally:
             self._scratch.remove(scratch)
-        result = replace(before, code=code, attempts=number, saved_step=saved)
+        result = replace(before, code=code, attempts=number, saved_step=saved, kept=outcome.get("kept"))
         if made is not None:
             others = outcome.get("computed") is False  # another process computed it while this one waited
             return replace(

@@ -25,6 +25,7 @@ from stages.artifacts import (
     pull,
     read_log,
     read_manifest,
+    run_names,
 )
 
 
@@ -47,6 +48,8 @@ def status(store_url: str, run: str | None, number: int, *, as_json: bool) -> No
     records = [record for _, record in zip(range(number), list_runs(store), strict=False)]
     if as_json:
         print_json(records)
+    elif not records and run_names(store):
+        print(f"No run of store {store.url} can be read.")
     elif not records:
         print(f"No runs in store {store.url} yet. `headrace run quickstart` makes one.")
     else:
@@ -71,6 +74,7 @@ def _run_lines(record: dict[str, Any]) -> list[str]:
     for name, step in steps.items():
         took = figures.duration(step["seconds"]) if step.get("seconds") is not None else ""
         told = step.get("message") or figures.headline(step.get("metrics") or {})
+        told += f" (checkpoint kept: {step['kept']})" if step.get("kept") else ""
         state, digest = step.get("status", ""), figures.short(step.get("artifact"))
         lines.append(f"    {name:<{width}}  {state:<8} {took:>8}  {digest:<12}  {told}".rstrip())
     return lines

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from stages.artifacts import Store, list_runs, read_ref, ref_names, resolve_digest
+from stages.artifacts import Store, list_runs, read_ref, ref_names, resolve_digest, run_names
 
 _FIRST = (
     "amber blue brave bright bronze calm clear cold coral deep early fair fresh gentle glad golden grand "
@@ -79,6 +79,8 @@ def find_run(store: Store, name: str | None = None) -> dict[str, Any]:
         UnknownName: there is none, or several start so.
     """
     runs = list(list_runs(store))
+    if not runs and run_names(store):
+        raise UnknownName(f"no run of store {store.url} can be read; `headrace verify` names what is damaged.")
     if not runs:
         raise UnknownName(f"store {store.url} has no runs yet; `headrace run quickstart` makes one.")
     if name is None:
@@ -94,7 +96,7 @@ def find_run(store: Store, name: str | None = None) -> dict[str, Any]:
 
 def new_run_name(store: Store, rng: random.Random | None = None) -> str:
     """A name for a new run, two words such as "golden-otter", that no run of the store has."""
-    taken = {run["id"] for run in list_runs(store)}
+    taken = run_names(store)
     rng = rng or random.SystemRandom()
     for _ in range(20):
         name = f"{rng.choice(_FIRST.split())}-{rng.choice(_SECOND.split())}"
@@ -105,7 +107,7 @@ def new_run_name(store: Store, rng: random.Random | None = None) -> str:
 
 def free_run_name(store: Store, name: str) -> str:
     """`name`, with a number behind it if a run of the store has it already."""
-    taken = {run["id"] for run in list_runs(store)}
+    taken = run_names(store)
     number, free = 1, name
     while free in taken:
         number += 1

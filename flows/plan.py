@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flows.differences import Nearest, drift, environment_here, nearest
-from flows.recipe_model import InputRef, Recipe, RecipeError, Step, wrong_input
+from flows.recipe_model import InputRef, Recipe, RecipeError, Step, lacking_split, wrong_input
 from flows.sources import Source, resolve
 from stages.artifacts import (
     FolderStore,
@@ -32,6 +32,7 @@ from stages.artifacts import (
     WorkArea,
     find_secret,
     open_store,
+    parse_result,
     read_result,
     result_key,
     results,
@@ -83,7 +84,12 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps of a run, each after those it needs."""
+    """The steps of a run, each after those it needs.
+
+    Attributes:
+        sources: (step, input name) -> what it stands for.
+        hashes: the hashes of source files that planning learnt.
+    """
 
     recipe: Recipe
     store: Store
@@ -91,7 +97,8 @@ class Plan:
     force: frozenset[str] = frozenset()
     accept_code: frozenset[str] = frozenset()
     until: str | None = None
-    sources: dict[tuple[str, str], Source] = field(default_factory=dict)  # (step, input name) -> what it stands for
+    sources: dict[tuple[str, str], Source] = field(default_factory=dict)
+    hashes: HashCache | None = None
 
     def __getitem__(self, step: str) -> PlannedStep:
         for planned in self.steps:
@@ -204,10 +211,18 @@ class Planner:
         elif saved is not None:
             reason = f"saved progress at step {saved}"
         elif key is not None and self.store.exists(result_key(step.stage, key)):
-            reason = "its artifact is damaged or gone"
+            reason = self._spoilt(step.stage, key)
         else:
             reason = near.first if near is not None else "never run"
         return PlannedStep(**base, key=key, status="miss", reason=reason, last_seconds=seconds, saved_step=saved)
+
+    def _spoilt(self, stage: str, key: str) -> str:
+        """Why a result that is there is none."""
+        try:
+            parse_result(self.store, result_key(stage, key))
+        except StoreError:
+            return "its result is damaged"
+        return "its artifact is damaged or gone"
 
     def _accept(
         self, step: Step, base: dict[str, Any], key: str, known: dict[str, str], strict: bool
@@ -289,7 +304,8 @@ def _make_plan(recipe: Recipe, store: Store, force: Sequence[str], until: str | 
                 raise RecipeError(f"{argument} {name}: is not among the steps that {until} needs ({', '.join(order)}).")
     if both := sorted(set(force) & set(accept)):
         raise RecipeError(f"--force {both[0]} and --accept-code {both[0]}: choose one; to force is to run it anew.")
-    sources = _resolve_sources(recipe, store, order)
+    hashes = HashCache(cache_path(store))
+    sources = _resolve_sources(recipe, store, order, hashes)
     planner = Planner(recipe, store, force=force, accept_code=accept)
     planned: dict[str, PlannedStep] = {}
     for name in order:
@@ -302,7 +318,7 @@ def _make_plan(recipe: Recipe, store: Store, force: Sequence[str], until: str | 
             if digest is None:
                 waiting[ref.name] = ref.target if ref.source == "step" else ""
         planned[name] = planner.decide(step, inputs, waiting)
-    return Plan(recipe, store, list(planned.values()), planner.force, planner.accept_code, until, sources)
+    return Plan(recipe, store, list(planned.values()), planner.force, planner.accept_code, until, sources, hashes)
 
 
 def _refuse_secrets(recipe: Recipe) -> None:
@@ -323,8 +339,9 @@ def output_of(planned: PlannedStep, ref: InputRef) -> str | None:
     return planned.outputs.get(ref.output) if ref.output else planned.artifact
 
 
-def _resolve_sources(recipe: Recipe, store: Store, order: Iterable[str]) -> dict[tuple[str, str], Source]:
-    cache = HashCache(cache_path(store))
+def _resolve_sources(
+    recipe: Recipe, store: Store, order: Iterable[str], cache: HashCache
+) -> dict[tuple[str, str], Source]:
     found: dict[tuple[str, str], Source] = {}
     mistakes: list[str] = []
     for name in order:
@@ -338,7 +355,8 @@ def _resolve_sources(recipe: Recipe, store: Store, order: Iterable[str]) -> dict
                 mistakes.append(str(error))
                 continue
             kind = source.kind or "checkpoint"  # what the hub gives
-            if problem := wrong_input(step, ref, kind, source.holds, ref.text):
+            problem = wrong_input(step, ref, kind, source.holds, ref.text)
+            if problem := problem or lacking_split(step, ref, source.splits):
                 mistakes.append(f"{ref.where}: {problem}")
             found[name, ref.name] = source
     cache.save()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.recipe_errors import Mistakes, kind_of, quoted
-from flows.recipe_model import InputRef, RecipeError, Step, describe_input, near, wrong_input
+from flows.recipe_model import InputRef, RecipeError, Step, describe_input, lacking_split, near, wrong_input
 from flows.recipe_yaml import Path as Where
 from stages.contract import StageConfig
 
@@ -143,7 +143,7 @@ def _together(name: str, files: list[InputRef], where: str) -> InputRef:
 
 
 def check_kinds(steps: dict[str, Step], bad: Mistakes) -> None:
-    """Note every input whose step makes something that the stage does not take."""
+    """Note every input whose step makes something that the stage does not take, or a dataset that lacks a split."""
     for step in steps.values():
         for ref in step.inputs.values():
             if ref.source != "step":
@@ -166,6 +166,8 @@ def check_kinds(steps: dict[str, Step], bad: Mistakes) -> None:
                 ]
                 label = f"{takes.kinds[0].capitalize()}s" if len(takes.kinds) == 1 else "Fitting outputs"
                 bad.say(f"{ref.where}: {problem} {label} here: {', '.join(names) or 'none'}.")
+            elif not ref.output and (problem := lacking_split(step, ref, config.makes_splits(), ref.target)):
+                bad.say(f"{ref.where}: {problem}")
 
 
 def check_cycles(steps: dict[str, Step]) -> None:

@@ -152,6 +152,23 @@ def wrong_input(step: Step, ref: InputRef, kind: str, holds: str | None, origin:
     return ""
 
 
+def lacking_split(step: Step, ref: InputRef, splits: Iterable[str] | None, maker: str = "") -> str:
+    """Why a dataset with these splits (None: unknown) cannot be input `ref` of `step`; "" if it can.
+
+    Args:
+        maker: the step that makes it, "" where none does.
+    """
+    split, field = step.config.reads_splits().get(ref.name, ("", ""))
+    if not split or splits is None or split in splits:
+        return ""
+    advice = f"set {maker}.validation_fraction" if maker else "give a dataset that has one"
+    what = f"step {maker}" if maker else ref.text
+    return (
+        f"step {step.name}: input {ref.name} ({what}) has no {split} split, which {field} asks for; {advice}, or "
+        f"change {field}."
+    )
+
+
 def describe_input(takes: Input) -> str:
     """ "a checkpoint", "a dataset (chat or text)", "a source or rollouts": what an input takes."""
     text = " or ".join([_a(takes.kinds[0]), *takes.kinds[1:]])

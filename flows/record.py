@@ -23,7 +23,7 @@ def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
     It holds id, recipe (name), recipe_path, recipe_text, overrides, parameters, until, force, accept_code, store,
     sources ("step.input" -> digest of what comes from outside the run), host, pid, state ("running", then "done",
     "failed" or "stopped"), started, finished (ISO 8601, UTC), seconds, and `steps`: for each step stage, needs, inputs,
-    status, reason, key, artifact, outputs, seconds, metrics, message, code, attempts, saved_step, logs, started,
+    status, reason, key, artifact, outputs, seconds, metrics, message, code, attempts, saved_step, kept, logs, started,
     finished.
     """
     recipe = plan.recipe
@@ -61,6 +61,7 @@ def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
                 "code": None,
                 "attempts": 0,
                 "saved_step": None,
+                "kept": None,
                 "logs": None,
             }
             for planned in plan.steps

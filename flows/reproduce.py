@@ -26,6 +26,7 @@ from stages.contract import ExitCode, Resources, StageSpec, config_class
 from stages.fingerprint import difference, stage_fingerprint
 
 GRACE = 60.0
+_NO_STAGES = ("hf", "import", "halted")  # records of where an artifact comes from, and no results of stages
 
 
 def reproduce(store_url: str, name: str, *, as_json: bool) -> int:
@@ -78,10 +79,11 @@ def reproduce(store_url: str, name: str, *, as_json: bool) -> int:
 def _record_of(store: Store, digest: str) -> Result:
     """The newest result that gave the artifact."""
     for result in results(store):
-        if digest in (result.artifact, *result.outputs.values()) and result.stage not in ("hf", "import"):
+        if digest in (result.artifact, *result.outputs.values()) and result.stage not in _NO_STAGES:
             return result
     raise UnknownName(
-        f"no stage computed {digest}: it was imported, or its record is gone; only results can be reproduced"
+        f"no stage computed {digest} to its end: it was imported, kept from a halted run, or its record is gone; only "
+        "results can be reproduced"
     )
 
 

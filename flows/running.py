@@ -265,6 +265,8 @@ def _failure(step: StepResult, run_id: str) -> list[str]:
     if step.code in (80, 81, 82):
         saved = f" Progress is kept at step {step.saved_step}." if step.saved_step is not None else ""
         lines.append(f"  It is a verdict on the run, so it is not retried.{saved}")
+    if step.kept is not None:
+        lines.append(f"  Its checkpoint is kept, apart from results: headrace lineage {step.kept}")
     if step.code is not None and step.code != 83:
         lines.append(f"  Its log: headrace logs {run_id} {step.step}")
     return lines

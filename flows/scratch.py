@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from stages.artifacts import FolderStore, Store, StoreError
+from stages.os_errors import explained
 
 _QUIET_SECONDS = 900.0
 
@@ -47,7 +48,7 @@ class ScratchFolders:
             self.remove(path)
             path.mkdir(parents=True)
         except OSError as error:
-            raise StoreError(f"cannot make the scratch folder {path}: {error.strerror or error}") from error
+            raise StoreError(f"cannot make the scratch folder {path}: {explained(error)}") from error
         return path
 
     def remove(self, path: Path) -> None:

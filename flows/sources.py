@@ -19,10 +19,11 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from flows.recipe_model import InputRef, RecipeError
@@ -41,6 +42,7 @@ from stages.artifacts import (
     resolve_digest,
     write_result,
 )
+from stages.os_errors import explained
 
 # What is taken of a model's folder: weights as safetensors, configuration, tokenizer, notes. Never pickles or code.
 MODEL_FILES = ("*.safetensors", "*.json", "*.jsonl", "*.txt", "*.model", "*.jinja", "*.md", "LICENSE*", "SHA256SUMS")
@@ -58,7 +60,7 @@ class Source:
         kind: kind of its artifact; None for a model of the hub that was not fetched yet.
         digest: of its artifact; None for a model of the hub that was not fetched yet.
         files: for files: (path in the artifact, file), sorted.
-        holds: for a dataset: what its rows are, where that is known.
+        holds, splits: for a dataset: what its rows are, and the names of its splits, where that is known.
     """
 
     ref: InputRef
@@ -66,6 +68,7 @@ class Source:
     digest: str | None
     files: tuple[tuple[str, Path], ...] = ()
     holds: str | None = None
+    splits: tuple[str, ...] | None = None
 
 
 def resolve(ref: InputRef, folder: Path, store: Store, cache: HashCache | None = None) -> Source:
@@ -96,8 +99,11 @@ def resolve(ref: InputRef, folder: Path, store: Store, cache: HashCache | None =
     raise ValueError(f"{ref.text} is the output of a step")
 
 
-def bring(source: Source, store: Store, run: str) -> str:
+def bring(source: Source, store: Store, run: str, cache: HashCache | None = None) -> str:
     """Have the artifact of a source in the store, and return its digest.
+
+    Args:
+        cache: the one that `resolve` had: what was hashed then is not hashed again.
 
     Raises:
         RecipeError: a file changed or vanished since it was resolved, or a model cannot be had from the hub.
@@ -110,7 +116,9 @@ def bring(source: Source, store: Store, run: str) -> str:
             return _bring_from_hub(ref, store, run)
         if not source.files or source.kind is None:
             raise NotInStore(f"store {store.url} no longer holds all of {source.digest}; `headrace verify` says more")
-        digest = import_files(store, list(source.files), source.kind)
+        digest = import_files(store, list(source.files), source.kind, cache)
+        if cache is not None:
+            cache.save()
     except (ValueError, StoreError) as error:
         raise RecipeError(f"{ref.where}: input {ref.name}: {str(error).rstrip('.')}.") from error
     if digest != source.digest:
@@ -134,7 +142,7 @@ def find_files(patterns: tuple[str, ...], folder: Path) -> tuple[str, list[tuple
         if (place / "config.json").is_file():
             return "checkpoint", model_files(place)
     library = [pattern for pattern in patterns if pattern.startswith("stdlib:")]
-    found: dict[str, Path] = {}
+    found: dict[str, str] = {}  # paths are text until the end: there may be very many
     for pattern in library:
         root = Path(sysconfig.get_path("stdlib"))
         below = Path(pattern.removeprefix("stdlib:"))
@@ -143,9 +151,9 @@ def find_files(patterns: tuple[str, ...], folder: Path) -> tuple[str, list[tuple
         files = _expand(root, pattern.removeprefix("stdlib:"))
         if not files:
             raise ValueError(f"{pattern!r} matches no file of Python's standard library in {root}")
-        found.update((path.relative_to(root).as_posix(), path) for path in files)
+        found.update((_below(root, path), path) for path in files)
     bases: list[Path] = []
-    plain: list[Path] = []
+    plain: list[str] = []
     for pattern in patterns:
         if pattern not in library:
             base, files = _match(pattern, folder)
@@ -153,22 +161,27 @@ def find_files(patterns: tuple[str, ...], folder: Path) -> tuple[str, list[tuple
             plain.extend(files)
     common = Path(os.path.commonpath(bases)) if bases else folder
     for path in dict.fromkeys(plain):
-        name = path.relative_to(common).as_posix()
+        name = _below(common, path)
         if name in found and found[name] != path:
             raise ValueError(f"{path} and {found[name]} would both be {name} in the artifact; rename one")
         found[name] = path
-    return "source", sorted(found.items())
+    return "source", [(name, Path(path)) for name, path in sorted(found.items())]
+
+
+def _below(folder: Path, path: str) -> str:
+    """The path of a file from a folder above it."""
+    return path[len(str(folder).rstrip("/")) + 1 :]
 
 
 def _absolute(pattern: str, folder: Path) -> Path:
     return Path(os.path.normpath(folder / Path(pattern).expanduser()))
 
 
-def _match(pattern: str, folder: Path) -> tuple[Path, list[Path]]:
+def _match(pattern: str, folder: Path) -> tuple[Path, list[str]]:
     """The files of one pattern, and the folder that their paths start from."""
     path = _absolute(pattern, folder)
     if path.is_file():
-        return path.parent, [path]
+        return path.parent, [str(path)]
     if path.is_dir():
         files = _expand(path, "**")
         if not files:
@@ -190,41 +203,68 @@ def _match(pattern: str, folder: Path) -> tuple[Path, list[Path]]:
     return base, files
 
 
-def _expand(base: Path, pattern: str) -> list[Path]:
+def _expand(base: Path, pattern: str) -> list[str]:
     """The regular files below `base` that a glob matches, hidden ones and caches left out.
 
     Raises:
         ValueError: a link that it matches leads nowhere, a link leads back to a folder around it, or a folder cannot be
             listed; leaving it out would lose data unseen.
     """
+    if pattern == "**":
+        return sorted(_files_below(base, (base.resolve(),)))
     if "**" in Path(pattern).parts:
-        _check_tree(base, (base.resolve(),))
+        for _ in _files_below(
+            base, (base.resolve(),), dead_links=True
+        ):  # refuses what glob would follow without end, or pass over
+            pass
     result = []
+    start = str(base).rstrip("/")
     for name in sorted(glob.glob(pattern, root_dir=base, recursive=True)):
-        path = base / name
-        if path.is_symlink() and not path.exists():
-            raise ValueError(f"{path} is a link to a file that does not exist")
-        if path.is_file() and not _LEFT_OUT.intersection(Path(name).parts):
+        path = f"{start}/{name}"
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            if os.path.islink(path):
+                raise ValueError(f"{path} is a link to a file that does not exist") from None
+            continue
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {explained(error)}") from None
+        if S_ISREG(mode) and _LEFT_OUT.isdisjoint(name.split("/")):
             result.append(path)
     return result
 
 
-def _check_tree(folder: Path, around: tuple[Path, ...]) -> None:
-    """Refuse what glob would follow without end, or pass over in silence. `around`: the real folders above, and it."""
+def _files_below(folder: Path, around: tuple[Path, ...], *, dead_links: bool = False) -> Iterator[str]:
+    """The files of a folder and of all below it but hidden ones, through links to folders too.
+
+    Args:
+        around: the real folders above, and it.
+        dead_links: whether links that lead nowhere are passed over; a glob may not match them.
+
+    Raises:
+        ValueError: a folder cannot be listed, or a link leads back or, unless that is allowed, nowhere.
+    """
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise ValueError(f"folder {folder} cannot be listed: {error.strerror}") from None
+        raise ValueError(f"folder {folder} cannot be listed: {explained(error)}") from None
     for entry in entries:
-        if entry.name.startswith(".") or entry.name in _LEFT_OUT or not entry.is_dir():
+        if entry.name.startswith(".") or entry.name in _LEFT_OUT:
             continue
-        path = Path(entry.path)
-        real = path.resolve()
-        if real in around:
-            raise ValueError(f"{path} is a link to a folder around it, so its files have no end; take the link away")
-        _check_tree(path, (*around, real))
+        if entry.is_file():
+            yield entry.path
+        elif entry.is_dir():
+            path = Path(entry.path)
+            real = path.resolve()
+            if real in around:
+                raise ValueError(
+                    f"{path} is a link to a folder around it, so its files have no end; take the link away"
+                )
+            yield from _files_below(path, (*around, real), dead_links=dead_links)
+        elif not dead_links and entry.is_symlink() and not os.path.exists(entry.path):
+            raise ValueError(f"{entry.path} is a link to a file that does not exist")
 
 
 def model_files(folder: Path) -> list[tuple[str, Path]]:
@@ -272,11 +312,12 @@ def _stored(ref: InputRef, store: Store, digest: str) -> Source:
         raise ValueError(
             f"artifact {digest} is not whole in store {store.url}; `headrace verify` names what is missing"
         )
-    holds = None
+    info: dict[str, Any] = {}
     for entry in manifest.files:
         if manifest.kind == "dataset" and entry.path == "dataset.json":
-            holds = json.loads(store.get(entry.blob)).get("holds")
-    return Source(ref, manifest.kind, digest, holds=holds)
+            info = json.loads(store.get(entry.blob))
+    splits = tuple(info["splits"]) if "splits" in info else None
+    return Source(ref, manifest.kind, digest, holds=info.get("holds"), splits=splits)
 
 
 # Models of the Hugging Face hub

@@ -32,13 +32,14 @@ from stages.artifacts import (
     check_ref_name,
     collect,
     import_files,
+    is_about_manifest,
     open_store,
     read_manifest,
     read_ref,
+    ref_names,
     repair,
     usage,
     verify_all,
-    verify_artifact,
     verify_artifacts,
     write_result,
 )
@@ -90,7 +91,7 @@ def verify(
     Args:
         quick: presence and sizes only.
         with_ancestors: with what the artifact was made from; a ref is always checked so.
-        mend: put damaged blobs back from the local cache and from `sources`.
+        mend: put damaged blobs and manifests back from the local cache, from `sources` and from the store itself.
         sources: folders and files to find the right bytes in.
 
     Returns:
@@ -103,8 +104,7 @@ def verify(
     store = open_store(store_url)
     started = time.monotonic()
     damages, artifacts, blobs = _damages(store, name, quick, with_ancestors)
-    mended = repair(store, damages, _copies(sources)) if mend and damages else []
-    left = [damage for damage in damages if damage not in mended]
+    mended, left = _mend(store, damages, sources, quick) if mend and damages else ([], damages)
     if as_json:
         print_json(
             {
@@ -131,6 +131,8 @@ def verify(
         print(f"{len(left)} damaged of {told}")
         if not mend:
             print("Mend it from copies: headrace verify --repair, with --from DIR for files that you have elsewhere.")
+        if any(is_about_manifest(damage) for damage in left):
+            print("A manifest can be made again from a folder with all files of its artifact, such as an earlier pull.")
         print("Or remove a damaged file from the store and run its recipe again: the step that made it runs again.")
         return 1
     print(f"ok: {told}" + (f"; {len(mended)} mended" if mended else ""))
@@ -147,10 +149,7 @@ def _damages(
         return damages, artifacts, {info.key: info.size for info in store.list("blobs/")}
     found = resolve(store, name)
     digests = ancestors(store, found.digest) if with_ancestors or found.ref else [found.digest]
-    if len(digests) == 1:
-        damages = verify_artifact(store, found.digest, quick=quick)
-    else:
-        damages = list(verify_artifacts(store, digests, quick=quick))
+    damages = list(verify_artifacts(store, digests, quick=quick))
     unreadable = {damage.artifact for damage in damages if damage.key.startswith("manifests/")}
     blobs: dict[str, int] = {}
     for digest in digests:
@@ -159,8 +158,19 @@ def _damages(
     return damages, len(digests), blobs
 
 
+def _mend(store: Store, damages: list[Damage], sources: list[Path], quick: bool) -> tuple[list[Damage], list[Damage]]:
+    """What could be mended, and what is left; what only a manifest that was put back tells of is in one of them."""
+    find = _copies(sources)
+    mended = repair(store, damages, find, sources)
+    left = [damage for damage in damages if damage not in mended]
+    back = dict.fromkeys(damage.artifact for damage in mended if is_about_manifest(damage))
+    more = [damage for damage in verify_artifacts(store, back, quick=quick) if damage.key not in {d.key for d in left}]
+    mended_then = repair(store, more, find)
+    return mended + mended_then, left + [damage for damage in more if damage not in mended_then]
+
+
 def _copies(sources: list[Path]) -> Any:
-    """Finds a copy of a blob by its hash: in the given folders, then in this machine's cache."""
+    """Finds a copy of an object by its hash: in the given folders, then in this machine's cache."""
     from stages.artifacts.cache import open_cache
 
     files, cache = FilesAtHand(sources), open_cache()
@@ -168,7 +178,7 @@ def _copies(sources: list[Path]) -> Any:
     def find(sha256: str, size: int | None) -> Path | None:
         if found := files(sha256, size):
             return found
-        return cache.path(sha256) if cache is not None and cache.path(sha256).is_file() else None
+        return cache.find(sha256) if cache is not None else None
 
     return find
 
@@ -285,13 +295,13 @@ def refs(store_url: str, name: str | None, *, history: bool, as_json: bool) -> N
     """
     store = open_store(store_url)
     try:
-        found = list(all_refs(store)) if name is None else [read_ref(store, name)]
+        found = list(all_refs(store, all_or_none=False)) if name is None else [read_ref(store, name)]
     except (NotInStore, ValueError) as error:
         raise UnknownName(f"{str(error).rstrip('.')}.") from None
     if as_json:
         print_json([ref.model_dump(mode="json", exclude=None if history else {"history"}) for ref in found])
         return
-    if not found:
+    if not found and not ref_names(store):
         print(f"No references in store {store.url}. `headrace promote ARTIFACT NAME` makes one.")
     for ref in found:
         print(f"  {ref.name:<24} {ref.artifact}")

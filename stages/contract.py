@@ -45,9 +45,18 @@ VERDICTS = frozenset({ExitCode.TRIPWIRE, ExitCode.NONFINITE, ExitCode.BUDGET, Ex
 
 
 class StageEnd(Exception):
-    """Base of the ways a stage ends itself on purpose; `code` is the exit code of the process."""
+    """Base of the ways a stage ends itself on purpose; `code` is the exit code of the process.
+
+    Attributes:
+        checkpoint: for a verdict on a run, a folder with the model as it is now, to be kept apart from all results.
+        kept: the digest that the stage process has then published it under.
+        together: whether all ranks end so, at one step: then none of them need be hurried.
+    """
 
     code: ClassVar[ExitCode]
+    checkpoint: Path | None = None
+    kept: str | None = None
+    together: bool = False
 
 
 class Refused(StageEnd):
@@ -173,6 +182,14 @@ class StageConfig(BaseModel):
     def holds(self) -> str | None:
         """For a stage that makes a dataset: what its rows are ("text", "chat", "preference", "prompt")."""
         return None
+
+    def makes_splits(self) -> tuple[str, ...] | None:
+        """For a stage that makes a dataset: the splits that it will have; None where the settings do not tell."""
+        return None
+
+    def reads_splits(self) -> dict[str, tuple[str, str]]:
+        """Of inputs that are datasets: input name -> a split that it must have, and the field that says so."""
+        return {}
 
     def identity(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
         """The JSON-able identity fields, nested models included."""

@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from stages.artifacts.manifest import canonical_json, sha256_hex
+from stages.os_errors import explained
 
 _OWN_ROOT = Path(__file__).absolute().parent.parent
 _LEFT_OUT = re.compile(
-    r"stages\.(contract|artifacts|fingerprint|process|ranks|events|environment|server|__main__)(\..*)?"
+    r"stages\.(contract|artifacts|fingerprint|process|ranks|children|events|environment|halted|os_errors|server|__main__)(\..*)?"
 )
 _ONLY_FOR_READERS = ("type_comment", "type_ignores", "kind", "ctx")  # fields of syntax trees that change no result
 
@@ -290,7 +291,7 @@ def _parse(found: _Found) -> _Module:
             return known[1]
         source = found.file.read_bytes()
     except OSError as error:
-        raise CodeError(f"cannot read {found.file}: {error.strerror or error}") from error
+        raise CodeError(f"cannot read {found.file}: {explained(error)}") from error
     try:
         module = _summary(ast.parse(source, filename=str(found.file)))
     except SyntaxError as error:

@@ -14,7 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import sys
@@ -63,6 +62,8 @@ from stages.contract import (
 from stages.environment import environment
 from stages.events import EventStream, StopFlag, json_line
 from stages.fingerprint import CodeError, difference, stage_fingerprint
+from stages.halted import keep_halted
+from stages.os_errors import explained
 from stages.ranks import explain, follower_context, run_ranks
 
 CRASHED = 1
@@ -99,7 +100,7 @@ def _read_spec(path: Path) -> StageSpec:
     try:
         return StageSpec.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise Refused(f"cannot read the spec {path}: {error.strerror or error}") from None
+        raise Refused(f"cannot read the spec {path}: {explained(error)}") from None
     except ValidationError as error:
         raise Refused(f"spec {path}: {_first_problems(error)}") from None
 
@@ -136,14 +137,15 @@ def _outcome_of(work: Callable[[], dict[str, Any]], emit: Emit, begun: float, sc
     try:
         return work()
     except StageEnd as error:
-        return _outcome(error.code, str(error), begun)
+        said = {"kept": error.kept, "together": error.together}
+        return _outcome(error.code, str(error), begun) | {name: value for name, value in said.items() if value}
     except (StoreError, CodeError) as error:
         return _outcome(CRASHED, str(error), begun)
     except BaseException as error:
         emit({"type": "log", "level": "error", "text": traceback.format_exc().rstrip()})
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        message = f"no space is left on the disk of {scratch}; free some, or give a store on another disk"
-        return _outcome(CRASHED, message if full else _one_line(error), begun)
+        if isinstance(error, OSError) and explained(error) not in (error.strerror, str(error)):  # the machine's fault
+            return _outcome(CRASHED, f"{error.filename or scratch}: {explained(error)}", begun)
+        return _outcome(CRASHED, _one_line(error), begun)
 
 
 def _clear(scratch: Path) -> None:
@@ -158,7 +160,9 @@ def _write_outcome(scratch: Path, outcome: dict[str, Any], emit: EventStream) ->
         temporary.write_bytes(json_line(outcome))
         os.replace(temporary, scratch / "outcome.json")
     except OSError as error:
-        emit({"type": "log", "level": "warning", "text": f"cannot write {scratch / 'outcome.json'}: {error.strerror}"})
+        emit(
+            {"type": "log", "level": "warning", "text": f"cannot write {scratch / 'outcome.json'}: {explained(error)}"}
+        )
 
 
 def _attempt(spec: StageSpec, scratch: Path, emit: EventStream, stop: StopFlag, begun: float) -> dict[str, Any]:
@@ -246,7 +250,7 @@ def _compute(
         for folder in side_outputs.values():
             folder.mkdir(parents=True)
     except OSError as error:
-        raise Refused(f"cannot make the scratch folder {scratch}: {error.strerror or error}") from error
+        raise Refused(f"cannot make the scratch folder {scratch}: {explained(error)}") from error
     inputs = _fetch_inputs(spec, config, store, scratch / "inputs", stop)
     run, loaded = _import_stage(spec)
     _check_code(spec, config)
@@ -266,7 +270,11 @@ def _compute(
     )
 
     def alone() -> dict[str, Any]:
-        _run_and_settle(run, context, work, emit)
+        try:
+            _run_and_settle(run, context, work, emit)
+        except StageEnd as end:
+            keep_halted(store, spec, end, code, started=started, finished=_now(), warn=lambda text: _warn(emit, text))
+            raise
         _check_late_code(spec, config, loaded)
         try:
             lease.check()  # before anything is uploaded in vain

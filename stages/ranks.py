@@ -14,26 +14,24 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from stages.children import die_with_parent, end_with
 from stages.contract import VERDICTS, ExitCode, StageContext
 
 CRASH_GRACE = 5.0  # seconds that the other ranks get when one has crashed
 VERDICT_GRACE = 20.0  # ... when one has ended with a verdict: the others may agree, and be finishing a save
 _POLL = 0.02
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -159,12 +157,9 @@ def _start(rank: int, count: int, body: Callable[[int], dict[str, Any]], folder:
 
 
 def _run(rank: int, count: int, body: Callable[[int], dict[str, Any]], folder: Path, parent: int) -> NoReturn:
-    code = 1
-    try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(code)
+    def run() -> int:
+        if not die_with_parent(parent, signal.SIGKILL):
+            return 1
         os.environ["HEADRACE_RANK"] = str(rank)
         os.environ["HEADRACE_WORLD_SIZE"] = str(count)
         os.environ["HEADRACE_RENDEZVOUS"] = str((folder / "rendezvous").absolute())
@@ -172,14 +167,9 @@ def _run(rank: int, count: int, body: Callable[[int], dict[str, Any]], folder: P
         temporary = folder / f"{rank}.tmp"
         temporary.write_text(json.dumps(outcome))
         os.replace(temporary, folder / f"{rank}.json")
-        code = int(outcome["code"])
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        return int(outcome["code"])
+
+    end_with(run)
 
 
 def _end(folder: Path, rank: int, status: int, killed: bool) -> RankEnd:
@@ -197,7 +187,7 @@ def _sooner(deadline: float | None, end: RankEnd) -> float | None:
     """Until when the other ranks may run, now that this one has ended."""
     if end.crashed:
         limit = time.monotonic() + CRASH_GRACE
-    elif end.code in (ExitCode.NONFINITE, ExitCode.REFUSED):
+    elif end.code in (ExitCode.NONFINITE, ExitCode.REFUSED) and not (end.outcome or {}).get("together"):
         limit = time.monotonic() + VERDICT_GRACE
     else:  # the ends that all ranks decide on together; rank 0 may take its time to save and publish
         return deadline

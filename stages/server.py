@@ -39,7 +39,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -55,11 +54,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from stages.children import die_with_parent, end_with
 from stages.fingerprint import needs_torch
 from stages.process import run_spec
 
 _IDLE_SECONDS = 0.3
-_PR_SET_PDEATHSIG = 1
 _SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "KILL": signal.SIGKILL}
 _MASKED = (signal.SIGTERM, signal.SIGINT)
 # What stages need: modules, and names that transformers imports when they are first asked for.
@@ -285,10 +284,10 @@ def _fork(server: _Server, request: dict[str, Any]) -> None:
 
 
 def _child(server: _Server, parent: int, spec: Path, events: int, stderr: int | None) -> NoReturn:
-    code = 1
-    try:
+    def body() -> int:
         os.setsid()
-        die_with_parent(parent)
+        if not die_with_parent(parent):
+            os.kill(os.getpid(), signal.SIGTERM)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for descriptor in (server.requests, server.answers, server.wake, server.wake_write):
@@ -297,22 +296,9 @@ def _child(server: _Server, parent: int, spec: Path, events: int, stderr: int | 
             os.dup2(stderr, 2)
             os.close(stderr)
         os.dup2(2, 1)
-        code = run_spec(spec, events)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        return run_spec(spec, events)
 
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM to this process when its parent, the process `parent`, dies (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != parent:  # it died before the request was made
-        os.kill(os.getpid(), signal.SIGTERM)
+    end_with(body)
 
 
 def _reap(server: _Server) -> None:

@@ -13,7 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import json
 import os
@@ -31,6 +30,7 @@ import stages
 from flows.runners.base import RunnerError
 from flows.runners.gpus import GpuPool
 from flows.runners.memory import parse_size, session_memory, show_size
+from stages.children import die_with_parent
 from stages.contract import StageSpec
 
 _POLL = 0.05  # seconds between looks at a file of events
@@ -38,7 +38,6 @@ _MEMORY_POLL = 0.5
 _READY = 120.0  # seconds that the fork server may take to say that it is there
 _KILLED = 20.0  # seconds that a killed stage may take to be gone
 _STDERR_BYTES = 200_000  # of a stage's standard error, the last of which go to its log
-_PR_SET_PDEATHSIG = 1
 
 
 class ProcessRunner:
@@ -380,18 +379,14 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
+def _die_with(parent: int) -> Callable[[], None]:
     """What a new process does first so that the kernel sends it SIGTERM when the thread that started it ends.
 
     That thread waits for the stage (`flows.execute`), so its end before the stage's means the end of the flow.
     """
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
 
     def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-        if os.getppid() != parent:  # it died before we asked
+        if not die_with_parent(parent):
             os._exit(1)
 
     return ask

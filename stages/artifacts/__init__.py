@@ -12,8 +12,9 @@ from stages.artifacts.manifest import FileEntry, Manifest, canonical_json, check
 from stages.artifacts.publish import HashCache, files_below, import_files, manifest_of, publish
 from stages.artifacts.reach import ancestors
 from stages.artifacts.refs import Move, Ref, check_ref_name, promote, read_ref, ref_names, refs, rollback
+from stages.artifacts.repair import FilesAtHand, is_about_manifest, repair
 from stages.artifacts.results import Result, parse_result, read_result, result_key, results, write_result
-from stages.artifacts.runs import append_log, list_runs, log_key, read_log, read_run, write_run
+from stages.artifacts.runs import append_log, list_runs, log_key, read_log, read_run, run_names, write_run
 from stages.artifacts.secrets import find_secret, redact
 from stages.artifacts.store import (
     Damaged,
@@ -27,7 +28,7 @@ from stages.artifacts.store import (
     open_store,
 )
 from stages.artifacts.usage import Share, Usage, usage
-from stages.artifacts.verify import Damage, FilesAtHand, repair, verify_all, verify_artifact, verify_artifacts
+from stages.artifacts.verify import Damage, verify_all, verify_artifact, verify_artifacts
 from stages.artifacts.work import WorkArea
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "find_secret",
     "hash_file",
     "import_files",
+    "is_about_manifest",
     "is_complete",
     "leases",
     "list_runs",
@@ -93,6 +95,7 @@ __all__ = [
     "result_key",
     "results",
     "rollback",
+    "run_names",
     "usage",
     "verify_all",
     "verify_artifact",

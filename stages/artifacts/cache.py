@@ -1,6 +1,7 @@
 """Blobs of remote stores kept on this machine, shared by its runs.
 
     <cache>/blobs/<aa>/<sha256>     whole blobs, read-only
+    <cache>/manifests/<sha256>      of what was fetched, to mend a store with; small, and apart from the limit
     <cache>/partial/<sha256>        a beginning of one that is being fetched, under a lock
     <cache>/bad/<sha256>-<time>     what turned out not to have the hash of its name
 
@@ -28,10 +29,12 @@ from pathlib import Path
 
 from stages.artifacts.manifest import FileEntry
 from stages.artifacts.store import Store, StoreError, hash_file
+from stages.os_errors import explained
 
 DEFAULT_SIZE = 20 << 30
 _STALLED_SECONDS = 30.0  # how long a fetch by another process may stand still before we fetch ourselves
 _OLD_SECONDS = 7 * 24 * 3600.0  # beginnings and bad blobs are removed at this age
+_MANIFEST_SECONDS = 90 * 24 * 3600.0  # manifests are removed when they were used so long ago
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -159,6 +162,25 @@ class BlobCache:
             os.replace(partial, path)
             return True
 
+    def keep_manifest(self, sha256: str, data: bytes) -> None:
+        """Keep a verified manifest, for those who mend a store. Where it cannot be written, it is not kept."""
+        path = self.root / "manifests" / sha256
+        temporary = path.with_name(f"{sha256}.{uuid.uuid4().hex}")
+        with suppress(OSError):
+            if path.exists():
+                os.utime(path)  # used now
+                return
+            path.parent.mkdir(exist_ok=True)
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+
+    def find(self, sha256: str) -> Path | None:
+        """A blob or a manifest that is there, whatever its bytes are by now."""
+        for path in (self.path(sha256), self.root / "manifests" / sha256):
+            if path.is_file():
+                return path
+        return None
+
     def make_room(self, size: int) -> None:
         """Remove what was used longest ago until `size` more bytes fit, as far as they can."""
         with self._lock(self.root / "lock") as locked:
@@ -184,11 +206,10 @@ class BlobCache:
                         yield Path(entry.path), stat.st_mtime, stat.st_size
 
     def _tidy(self) -> None:
-        limit = time.time() - _OLD_SECONDS
-        for name in ("partial", "bad"):
+        for name, seconds in (("partial", _OLD_SECONDS), ("bad", _OLD_SECONDS), ("manifests", _MANIFEST_SECONDS)):
             for entry in _scan(self.root / name):
                 with suppress(OSError):
-                    if entry.stat(follow_symlinks=False).st_mtime < limit:
+                    if entry.stat(follow_symlinks=False).st_mtime < time.time() - seconds:
                         os.unlink(entry.path)
 
     def _put_aside(self, path: Path) -> None:
@@ -223,7 +244,7 @@ class BlobCache:
                 raise StoreError(f"the disk of the cache {self.root} {said}") from error
             if isinstance(error, StoreError):
                 raise
-            raise StoreError(f"cannot write the cache {self.root}: {error.strerror or error}") from error
+            raise StoreError(f"cannot write the cache {self.root}: {explained(error)}") from error
 
     @contextmanager
     def _partial(self, entry: FileEntry) -> Iterator[Path | None]:

@@ -14,8 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from stages.artifacts.cache import BlobCache, WrongBytes, open_cache, room_for
-from stages.artifacts.manifest import MAX_BYTES, FileEntry, Manifest, manifest_key, sha256_hex
+from stages.artifacts.manifest import MAX_BYTES, FileEntry, Manifest, check_digest, manifest_key, sha256_hex
 from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, in_parallel, remove_folder
+from stages.os_errors import explained
 
 SUMS = "SHA256SUMS"
 FILES_AT_ONCE = 4
@@ -84,6 +85,8 @@ def _fetch(store: Store, digest: str, manifest: Manifest, folder: Path, *, sums:
         for parent in {(partial / entry.path).parent for entry in manifest.files}:
             parent.mkdir(parents=True, exist_ok=True)
         cache = room_for(open_cache(), manifest.files) if store.remote else None
+        if cache is not None:
+            cache.keep_manifest(check_digest(digest), manifest.to_json())
 
         def copy(entry: FileEntry) -> None:
             copy_blob(store, entry, partial / entry.path, f"artifact {digest}", cache=cache, link=link)
@@ -95,7 +98,7 @@ def _fetch(store: Store, digest: str, manifest: Manifest, folder: Path, *, sums:
             (partial / SUMS).write_text("".join(lines), encoding="utf-8")
         os.rename(partial, folder)
     except OSError as error:
-        raise StoreError(f"cannot write {folder}: {error.strerror or error}") from error
+        raise StoreError(f"cannot write {folder}: {explained(error)}") from error
     finally:
         remove_folder(partial)
 
@@ -148,9 +151,10 @@ def is_complete(store: Store, digest: str) -> bool:
         manifest = read_manifest(store, digest)
     except (NotInStore, Damaged):
         return False
-    wanted = {(entry.blob, entry.size) for entry in manifest.files}
-    sizes = store.sizes(blob for blob, _ in wanted)
-    return all(sizes.get(blob) == size for blob, size in wanted)
+    wanted = {f"blobs/{sha256[:2]}/{sha256}": size for _, size, sha256 in manifest.files}
+    if len(wanted) < len(manifest.files) and any(wanted[entry.blob] != entry.size for entry in manifest.files):
+        return False  # one blob cannot have two sizes
+    return store.sizes(wanted) == wanted
 
 
 def resolve_digest(store: Store, prefix: str) -> str:

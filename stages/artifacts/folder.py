@@ -34,6 +34,7 @@ from stages.artifacts.store import (
     in_parallel,
     open_source,
 )
+from stages.os_errors import explained
 
 _WRITERS = 4  # files stored at once: fsync waits for the disk, not for a core
 _LOCKS = 256
@@ -42,7 +43,7 @@ _NEVER_COMPARED = ("blobs/", "manifests/", "work/", "runs/", "logs/")
 _NO_OBJECTS = ("tmp", "locks")
 _STALE_SECONDS = 24 * 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_DENIED = (errno.EACCES, errno.EPERM)
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -99,19 +100,41 @@ class FolderStore:
             return None
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        found = {}
-        root = f"{self.root}/"
+        """Sizes of the objects that are there. Folder by folder, for the way to a file takes most of a look at it."""
+        folders: dict[str, builtins.list[str]] = {}
         for key in keys:
+            folders.setdefault(key.rpartition("/")[0], []).append(key)
+        found: dict[str, int] = {}
+        for folder, inside in folders.items():
             try:
-                stat = os.stat(root + check_path(key))
+                descriptor = os.open(self._path(folder) if folder else self.root, os.O_RDONLY | os.O_DIRECTORY)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError:
+                for key in inside:
+                    self.size(key)  # says what is wrong
+                raise
+            try:
+                found.update(self._sizes_in(descriptor, len(folder) + 1 if folder else 0, inside))
+            finally:
+                os.close(descriptor)
+        return found
+
+    def _sizes_in(self, folder: int, start: int, keys: Iterable[str]) -> Iterator[tuple[str, int]]:
+        """Sizes of objects of one open folder; `start` is where its files' names begin in their keys."""
+        for key in keys:
+            name = key[start:]
+            if name in ("", ".", ".."):
+                check_path(key)  # refuses it
+            try:
+                stat = os.stat(name, dir_fd=folder)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError:
                 self.size(key)  # says what is wrong
                 raise
             if S_ISREG(stat.st_mode):
-                found[key] = stat.st_size
-        return found
+                yield key, stat.st_size
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder, _, _ = prefix.rpartition("/")
@@ -217,7 +240,7 @@ class FolderStore:
                 with open(path, "wb" if resume else "xb") as file:
                     return copy_stream(source, file, self._path(key))
             except OSError as error:
-                raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+                raise StoreError(f"cannot write {path}: {explained(error)}") from error
 
     def hash(self, key: str) -> str:
         with self._errors(key, "read"), open(self._path(key), "rb") as source:
@@ -288,14 +311,17 @@ class FolderStore:
             raise NotInStore(f"store {self.url} has no {what}") from error
         except OSError as error:
             if error.errno in _FULL:
-                message = f"store {self.url} is full; free some space, or give another place with --store"
+                reason = "is full" if error.errno == errno.ENOSPC else "is over the disk quota"
+                message = f"store {self.url} {reason}; free some space, or give another place with --store"
                 raise FullStore(message) from error
-            if error.errno in _READ_ONLY:
+            if error.errno == errno.EROFS:
+                raise ReadOnlyStore(f"store {self.url}: cannot {verb} {what}: {explained(error)}") from error
+            if error.errno in _DENIED:
                 message = (
                     f"store {self.url}: no permission to {verb} {what} ({error.strerror}); check who owns the folder"
                 )
                 raise ReadOnlyStore(message) from error
-            raise StoreError(f"store {self.url}: cannot {verb} {what}: {error.strerror or error}") from error
+            raise StoreError(f"store {self.url}: cannot {verb} {what}: {explained(error)}") from error
 
     @contextmanager
     def _temporary(self) -> Iterator[tuple[Path, IO[bytes]]]:

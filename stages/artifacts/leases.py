@@ -33,7 +33,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from stages.artifacts.store import Damaged, NotInStore, Store, StoreError
+from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, leave_out
 
 GC_KEY = hashlib.sha256(b"gc").hexdigest()  # the key of the lease under which a gc removes things
 LEASE_SECONDS = 30.0
@@ -306,14 +306,15 @@ def gc_is_running(store: Store) -> bool:
 
 
 def leases(store: Store) -> Iterator[LeaseRecord]:
-    """Every readable lease of a store, held or released."""
+    """Every readable lease of a store, held or released; the log says which could not be read."""
     for info in store.list("leases/"):
         match = re.fullmatch(r"leases/([0-9a-f]{8,64})\.json", info.key)
         if match is None:
             continue
         try:
             found = read_lease(store, match[1])
-        except Damaged:
+        except Damaged as error:
+            leave_out(error)
             continue
         if found is not None:
             yield found

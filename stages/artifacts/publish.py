@@ -24,6 +24,7 @@ from stages.artifacts.fetch import is_complete
 from stages.artifacts.leases import gc_is_running
 from stages.artifacts.manifest import FileEntry, Manifest, check_path, manifest_key
 from stages.artifacts.store import NotInStore, Store, StoreError, hash_file
+from stages.os_errors import explained
 
 _GC_SECONDS = 0.5
 _TRIES = 5
@@ -97,7 +98,7 @@ def manifest_of(files: list[tuple[str, Path]], kind: str, cache: HashCache | Non
 
     Raises: as `publish`.
     """
-    _check(files, kind)
+    _check(files, kind, look=cache is None)
     entries = []
     for path, file in files:
         sha256, size = cache.hash(file) if cache is not None else hash_file(file)
@@ -121,7 +122,7 @@ def files_below(folder: Path) -> list[tuple[str, Path]]:
         try:
             entries = list(os.scandir(current))
         except OSError as error:
-            raise StoreError(f"cannot read {current}: {error.strerror or error}") from error
+            raise StoreError(f"cannot read {current}: {explained(error)}") from error
         for entry in entries:
             path = Path(entry.path)
             if entry.is_symlink():
@@ -137,14 +138,14 @@ def files_below(folder: Path) -> list[tuple[str, Path]]:
     return sorted(found)
 
 
-def _check(files: list[tuple[str, Path]], kind: str) -> None:
-    """Everything that can be refused before a byte is stored: names, clashes, kind."""
+def _check(files: list[tuple[str, Path]], kind: str, *, look: bool = True) -> None:
+    """Everything that can be refused before a byte is stored: names, clashes, kind, and (`look`) what is no file."""
     Manifest(kind, tuple(FileEntry(path, 0, "0" * 64) for path, _ in files))
-    for _, file in files:
+    for _, file in files if look else ():
         try:
             mode = os.stat(file).st_mode
         except OSError as error:
-            raise StoreError(f"cannot read {file}: {error.strerror or error}") from error
+            raise StoreError(f"cannot read {file}: {explained(error)}") from error
         if not stat.S_ISREG(mode):
             raise ValueError(f"{file} is not a regular file; an artifact holds files only")
 
@@ -186,12 +187,15 @@ class HashCache:
         """What shows that a file changed: its size, times and inode.
 
         Raises:
+            ValueError: it is not a regular file.
             StoreError: it cannot be read.
         """
         try:
             now = os.stat(path)
         except OSError as error:
-            raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+            raise StoreError(f"cannot read {path}: {explained(error)}") from error
+        if not stat.S_ISREG(now.st_mode):
+            raise ValueError(f"{path} is not a regular file; an artifact holds files only")
         return [now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino]
 
     def known(self, path: Path) -> tuple[str, int] | None:
@@ -202,14 +206,14 @@ class HashCache:
         """
         mark = self.mark(path)
         with self._lock:
-            entry = self._entries.get(os.path.abspath(path))
+            entry = self._entries.get(_place(path))
         return (str(entry[4]), mark[0]) if entry is not None and entry[:4] == mark else None
 
     def remember(self, path: Path, mark: list[int], sha256: str) -> None:
         """Keep the hash of a file that had the mark before it was read, unless it changed since or only just before."""
         if self.mark(path) == mark and time.time_ns() - max(mark[1], mark[2]) > _SETTLED_NS:
             with self._lock:
-                self._entries[os.path.abspath(path)] = [*mark, sha256]
+                self._entries[_place(path)] = [*mark, sha256]
                 self._changed = True
 
     def save(self) -> None:
@@ -227,3 +231,8 @@ class HashCache:
         except OSError:  # only time is lost
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def _place(path: Path) -> str:
+    text = os.fspath(path)
+    return text if text.startswith("/") else os.path.abspath(text)

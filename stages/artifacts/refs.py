@@ -22,7 +22,7 @@ from stages.artifacts.fetch import is_complete
 from stages.artifacts.leases import gc_is_running
 from stages.artifacts.manifest import check_digest
 from stages.artifacts.secrets import redact
-from stages.artifacts.store import Damaged, NotInStore, Store, StoreError
+from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, leave_out
 
 MAX_WHY = 1000
 _GC_SECONDS = 3.0  # what a gc found in a look at the refs is removed by then, or looked at again
@@ -128,17 +128,24 @@ def read_ref(store: Store, name: str) -> Ref:
     return _read(store, name)[0]
 
 
-def refs(store: Store) -> Iterator[Ref]:
+def refs(store: Store, *, all_or_none: bool = True) -> Iterator[Ref]:
     """Every ref of a store, by name.
 
+    Args:
+        all_or_none: otherwise one that cannot be read is left out, and the log says which.
+
     Raises:
-        Damaged: one cannot be read.
+        Damaged: one cannot be read, and all are wanted.
     """
     for name in ref_names(store):
         try:
             yield read_ref(store, name)
         except NotInStore:  # removed just now
             continue
+        except Damaged as error:
+            if all_or_none:
+                raise
+            leave_out(error)
 
 
 def ref_names(store: Store) -> list[str]:

@@ -20,7 +20,7 @@ from stages.artifacts.fetch import is_complete
 from stages.artifacts.leases import Lease, LeaseLost
 from stages.artifacts.manifest import check_digest
 from stages.artifacts.secrets import redact
-from stages.artifacts.store import Damaged, NotInStore, Store, StoreError
+from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, leave_out
 
 _TRIES = 1000  # each failed try means that another writer has succeeded
 
@@ -193,12 +193,17 @@ def _after(older: Result | None, result: Result) -> Result:
 
 
 def results(store: Store, stage: str | None = None) -> Iterator[Result]:
-    """Every readable result, of one stage or of all, newest first, whether or not its artifacts are still there."""
+    """Every readable result, of one stage or of all, newest first, whether or not its artifacts are still there.
+
+    The log says which could not be read.
+    """
     prefix = "results/" if stage is None else f"results/{stage}/"
     found = []
     for info in store.list(prefix):
         try:
             found.append(parse_result(store, info.key))
-        except (NotInStore, Damaged):
+        except NotInStore:  # removed just now
             continue
+        except Damaged as error:
+            leave_out(error)
     yield from sorted(found, key=lambda result: (result.finished, result.key), reverse=True)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from stages.artifacts.secrets import redact
-from stages.artifacts.store import Damaged, NotInStore, Store, is_segment
+from stages.artifacts.store import Damaged, NotInStore, Store, is_segment, leave_out
 
 
 def _check_name(name: str, what: str) -> str:
@@ -59,16 +60,24 @@ def read_run(store: Store, run: str) -> dict[str, Any] | None:
 
 
 def list_runs(store: Store) -> Iterator[dict[str, Any]]:
-    """Every readable run, newest first."""
+    """Every readable run, newest first; the log says which could not be read."""
     found = []
     for info in store.list("runs/"):
         try:
             run = read_run(store, info.key.removeprefix("runs/").removesuffix(".json"))
-        except (Damaged, ValueError):
+        except Damaged as error:
+            leave_out(error)
+            continue
+        except ValueError:  # not the name of a run; `verify` says so
             continue
         if run is not None:
             found.append(run)
     yield from sorted(found, key=lambda run: (str(run.get("started", "")), run["id"]), reverse=True)
+
+
+def run_names(store: Store) -> set[str]:
+    """The names of all runs, readable or not."""
+    return {info.key.removeprefix("runs/").removesuffix(".json") for info in store.list("runs/")}
 
 
 def append_log(store: Store, run: str, step: str, events: list[dict[str, Any]]) -> None:
@@ -81,7 +90,10 @@ def append_log(store: Store, run: str, step: str, events: list[dict[str, Any]]) 
 
 
 def read_log(store: Store, run: str, step: str | None = None) -> Iterator[dict[str, Any]]:
-    """The events of one step, or of all steps in the order of their `time`; a line cut short by a kill is left out."""
+    """The events of one step, or of all steps in the order of their `time`.
+
+    A last line that was cut short by a kill is left out; so are other lines that are no events, and the log says so.
+    """
     if step is not None:
         key = log_key(run, step)
         for info in store.list(key):
@@ -104,10 +116,20 @@ def _read(store: Store, key: str) -> Iterator[dict[str, Any]]:
         data = store.get(key)
     except NotInStore:
         return
-    for line in data.split(b"\n"):
+    bad = 0
+    *lines, last = data.split(b"\n")
+    for line in lines:
         try:
             event = json.loads(line)
         except ValueError:
-            continue
+            event = None
         if isinstance(event, dict):
+            yield event
+        else:
+            bad += bool(line.strip())
+    if bad:
+        what = f"{bad} of {len(lines)} lines are not events"
+        leave_out(Damaged(f"{key} in store {store.url} is damaged: {what}"))
+    with suppress(ValueError):
+        if isinstance(event := json.loads(last), dict):
             yield event

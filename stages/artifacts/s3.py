@@ -6,8 +6,9 @@ the server checks before it keeps the bytes.
 
 Invariants:
 - A conditional put whose answer was lost counts as won only if the object is then what was put.
-- A blob that is there, whole, is not sent again. One with other bytes, as its size or the SHA-256 that the server keeps
-  tells, is replaced.
+- A blob that is there, whole, is not sent again. One with other bytes, as its size or the checksum that the server
+  keeps tells, is replaced: the SHA-256 where it is looked up alone, the MD5 (ETag) where it is listed with others. That
+  costs no request and no reading: of a file whose hash is remembered, a listing tells no more than the size.
 - The first request of a process looks at the bucket, with little patience: a wrong address, bucket or credential is
   reported within seconds. Later ones wait out a minute of overload or of a lost network.
 """
@@ -21,9 +22,11 @@ import random
 import re
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +35,31 @@ from stages.artifacts.manifest import blob_key, check_path, sha256_hex
 from stages.artifacts.s3_client import FAULTS, error_code, status
 from stages.artifacts.s3_transfer import Hashed, base64_of
 from stages.artifacts.store import Damaged, NotInStore, ObjectInfo, StoreError, check_limit, in_parallel, is_segment
+from stages.os_errors import explained
 
 _FILES_AT_ONCE = 4
 _REQUESTS_AT_ONCE = 8
+_LISTINGS_AT_ONCE = 16
 _SMALL = 1 << 20  # files up to this size are looked up together, not one by one
+_PAGE = 1000  # objects that one request lists
 _HEADS = 40  # looking up this many objects one by one costs as much as listing a page of 1,000
 _SEGMENT = 256 << 10  # an appended object goes on in another after so many bytes
 _CONFLICTS = 10
+_IN_PARTS = ("blobs/", "work/", "doctor/")  # what may go up in parts; other uploads in the bucket are not ours
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What the server says of an object: its size in bytes, and its ETag or its SHA-256 checksum, "" where not told."""
+
+    size: int
+    etag: str = ""
+    checksum: str = ""
+
+    def differs(self, hashed: Hashed) -> bool:
+        """Whether it is certainly another object than was hashed."""
+        same_sort = self.checksum.partition("-")[2] == hashed.checksum.partition("-")[2]
+        return self.size != hashed.size or bool(self.checksum and same_sort and self.checksum != hashed.checksum)
 
 
 class S3Store:
@@ -119,29 +140,48 @@ class S3Store:
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         """Sizes of the objects that are there: by listing where many of those listed are asked for, else one by one."""
+        return {key: stored.size for key, stored in self._stored(keys).items()}
+
+    def _stored(self, keys: Iterable[str]) -> dict[str, _Stored]:
         wanted = sorted(set(keys))
-        found: dict[str, int] = {}
+        if len(wanted) <= _PAGE:
+            return self._stored_from(wanted)
+        # Of the keys in order, so that each listing has a stretch of its own, and none is shorter than a page.
+        share = max(_PAGE, -(-len(wanted) // _LISTINGS_AT_ONCE))
+        parts = [wanted[start : start + share] for start in range(0, len(wanted), share)]
+        with ThreadPoolExecutor(len(parts)) as pool:
+            return {
+                key: stored for found in in_parallel(pool, self._stored_from, parts) for key, stored in found.items()
+            }
+
+    def _stored_from(self, wanted: builtins.list[str]) -> dict[str, _Stored]:
+        found: dict[str, _Stored] = {}
         while len(wanted) > _HEADS:
-            page, more = self._page(_common(wanted[0], wanted[-1]), wanted[0])
-            reached = page[-1].key if more and page else None
-            listed = {info.key: info.size for info in page}
-            passed = [key for key in wanted if reached is None or key <= reached]
-            found.update((key, listed[key]) for key in passed if key in listed)
-            wanted = wanted[len(passed) :]
-            if len(passed) < _HEADS:  # the store holds far more than is asked for
+            listed, more = self._page(_common(wanted[0], wanted[-1]), wanted[0])
+            reached = max(listed) if more and listed else None
+            passed = bisect_right(wanted, reached) if reached is not None else len(wanted)
+            found.update((key, listed[key]) for key in wanted[:passed] if key in listed)
+            wanted = wanted[passed:]
+            if passed < _HEADS:  # the store holds far more than is asked for
                 break
-        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
-            found.update(
-                (key, size) for key, size in zip(wanted, pool.map(self.size, wanted), strict=True) if size is not None
-            )
+        if wanted:
+            with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+                looked_up = zip(wanted, pool.map(self._look_up, wanted), strict=True)
+                found.update((key, stored) for key, stored in looked_up if stored is not None)
         return found
 
-    def _page(self, prefix: str, first: str) -> tuple[builtins.list[ObjectInfo], bool]:
+    def _look_up(self, key: str) -> _Stored | None:
+        head = self._head(key)
+        return None if head is None else _of_head(head)
+
+    def _page(self, prefix: str, first: str) -> tuple[dict[str, _Stored], bool]:
         """A page of objects from the key `first` on, and whether there are more."""
         start = self.prefix + first[:-1]  # the listing begins after it
         with self._errors("list", prefix):
             answer = self.client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix + prefix, StartAfter=start)
-        return self._infos(answer), bool(answer.get("IsTruncated"))
+        listed = s3_client.listed_objects(answer)
+        page = {name.removeprefix(self.prefix): _Stored(size, etag) for name, size, _, etag in listed}
+        return page, bool(answer.get("IsTruncated"))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
@@ -156,7 +196,7 @@ class S3Store:
 
     def _infos(self, page: dict[str, Any]) -> builtins.list[ObjectInfo]:
         listed = s3_client.listed_objects(page)
-        return [ObjectInfo(name.removeprefix(self.prefix), size, changed) for name, size, changed in listed]
+        return [ObjectInfo(name.removeprefix(self.prefix), size, changed) for name, size, changed, _ in listed]
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str | None:
         condition = {"IfNoneMatch": "*"} if if_absent else {} if if_match is None else {"IfMatch": if_match}
@@ -196,16 +236,18 @@ class S3Store:
             s3_transfer.upload(self.client, self.bucket, self._name(key), path, hashed, self._sse)
 
     def put_blob(self, path: Path, *, known: tuple[str, int] | None = None) -> tuple[str, int]:
-        if known is not None and self.size(blob_key(known[0])) == known[1]:
-            return known
-        if known is not None and known[1] < s3_transfer.MULTIPART:
+        if known is not None:
             hashed = Hashed(bytes.fromhex(known[0]), known[1])  # the server finds out if it is no longer true
-            self._upload(blob_key(known[0]), path, hashed)
-            return known
+            stored = self._look_up(blob_key(known[0]))
+            if stored is not None and not stored.differs(hashed):
+                return known
+            if known[1] < s3_transfer.MULTIPART:
+                self._upload(blob_key(known[0]), path, hashed)
+                return known
         hashed = s3_transfer.hash_for_upload(path)
         key = blob_key(hashed.sha256.hex())
-        head = self._head(key)
-        if head is None or not _is_sound(head, hashed):
+        stored = self._look_up(key)
+        if stored is None or stored.differs(hashed):
             self._upload(key, path, hashed)
         return hashed.sha256.hex(), hashed.size
 
@@ -230,18 +272,41 @@ class S3Store:
     def _put_small(
         self, indices: Sequence[int], paths: Sequence[Path], had: Sequence[tuple[str, int] | None]
     ) -> dict[int, tuple[str, int]]:
-        hashes = {index: had[index] or _plain_hash(paths[index]) for index in indices}
-        first = {hashes[index][0]: index for index in reversed(indices)}  # equal files are one blob
-        there = self.sizes(blob_key(sha256) for sha256 in first)
-        missing = [index for sha256, index in first.items() if there.get(blob_key(sha256)) != hashes[index][1]]
+        done: dict[int, tuple[str, int]] = {}
+        first: dict[str, tuple[int, str]] = {}  # key of a blob -> its first file (equal ones are one blob), and MD5
+        for index in indices:
+            sha256, size, md5 = (*(had[index] or ("", 0)), "") if had[index] else _hashes(paths[index])
+            done[index] = sha256, size
+            first.setdefault(blob_key(sha256), (index, md5))
+        hashed = {key: Hashed(bytes.fromhex(done[index][0]), done[index][1]) for key, (index, _) in first.items()}
+        stored = self._stored(first)
+        missing = [key for key in first if key not in stored or stored[key].differs(hashed[key])]
+        doubtful = [key for key in first if key in stored and _another(stored[key], first[key][1])]
+        missing += self._wrong(sorted(set(doubtful) - set(missing)), hashed)
 
-        def send(index: int) -> None:
-            sha256, size = hashes[index]
-            self._upload(blob_key(sha256), paths[index], Hashed(bytes.fromhex(sha256), size))
+        def send(key: str) -> None:
+            self._upload(key, paths[first[key][0]], hashed[key])
 
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
             in_parallel(pool, send, missing)
-        return hashes
+        return done
+
+    def _wrong(self, keys: Sequence[str], hashed: dict[str, Hashed]) -> builtins.list[str]:
+        """Which of the blobs whose ETag is not the MD5 of their bytes have wrong bytes.
+
+        An ETag need not be an MD5 (that of an object under a KMS key is not), so each is asked for its SHA-256. Where
+        that is right of as many as are worth asking, no ETag of this server says anything.
+        """
+        wrong: builtins.list[str] = []
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            for start in range(0, len(keys), _HEADS):
+                some = keys[start : start + _HEADS]
+                heads = zip(some, pool.map(self._head, some), strict=True)
+                found = [key for key, head in heads if head is None or not _vouched_for(head, hashed[key])]
+                wrong += found
+                if not found:
+                    break
+        return wrong
 
     def get_file(self, key: str, path: Path, *, size: int | None = None, resume: bool = False) -> tuple[str, int]:
         name = self._name(key)
@@ -304,8 +369,8 @@ class S3Store:
             pages = self.client.get_paginator("list_multipart_uploads")
             for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix):
                 for item in page.get("Uploads", []):
-                    begun = item["Initiated"].timestamp()
-                    if begun >= limit:
+                    begun, key = item["Initiated"].timestamp(), item["Key"].removeprefix(self.prefix)
+                    if begun >= limit or not key.startswith(_IN_PARTS):
                         continue
                     name = {"Bucket": self.bucket, "Key": item["Key"], "UploadId": item["UploadId"]}
                     parts = self.client.get_paginator("list_parts").paginate(**name)
@@ -317,7 +382,7 @@ class S3Store:
                         if error_code(error) == "NoSuchUpload":  # completed or given up meanwhile
                             continue
                         raise
-                    found.append(ObjectInfo(item["Key"].removeprefix(self.prefix), size, begun))
+                    found.append(ObjectInfo(key, size, begun))
         return found
 
     def now(self) -> float:
@@ -371,13 +436,21 @@ def _next_segment(base: str, key: str) -> str:
     return f"{base}.{number:06d}"
 
 
-def _is_sound(head: dict[str, Any], hashed: Hashed) -> bool:
-    """Whether a stored object is, as far as the server says, what was hashed."""
-    if head["ContentLength"] != hashed.size:
-        return False
-    stored = str(head.get("ChecksumSHA256", ""))
-    same_sort = stored.partition("-")[2] == hashed.checksum.partition("-")[2]
-    return not stored or not same_sort or stored == hashed.checksum
+def _of_head(head: dict[str, Any]) -> _Stored:
+    etag, checksum = str(head.get("ETag", "")).strip('"'), str(head.get("ChecksumSHA256", ""))
+    return _Stored(int(head["ContentLength"]), etag, checksum)
+
+
+def _another(stored: _Stored, md5: str) -> bool:
+    """Whether an object was only listed, and its ETag looks like an MD5 but is not that of the bytes ("": unknown)."""
+    is_md5 = re.fullmatch(r"[0-9a-f]{32}", stored.etag) is not None
+    return bool(md5) and not stored.checksum and is_md5 and stored.etag != md5
+
+
+def _vouched_for(head: dict[str, Any], hashed: Hashed) -> bool:
+    """Whether a stored object with a strange ETag is what was hashed: its checksum says so, or KMS made the ETag."""
+    stored = _of_head(head)
+    return stored.checksum == hashed.checksum or "kms" in str(head.get("ServerSideEncryption", ""))
 
 
 def _common(one: str, other: str) -> str:
@@ -392,12 +465,13 @@ def _size_of(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+        raise StoreError(f"cannot read {path}: {explained(error)}") from error
 
 
-def _plain_hash(path: Path) -> tuple[str, int]:
+def _hashes(path: Path) -> tuple[str, int, str]:
+    """SHA-256 (hex), size and MD5 (hex) of a small file."""
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
-    return sha256_hex(data), len(data)
+        raise StoreError(f"cannot read {path}: {explained(error)}") from error
+    return sha256_hex(data), len(data), hashlib.md5(data, usedforsecurity=False).hexdigest()

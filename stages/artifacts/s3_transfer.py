@@ -31,6 +31,7 @@ import botocore.exceptions as aws
 
 from stages.artifacts.s3_client import FAULTS, error_code, may_have_happened, status
 from stages.artifacts.store import CHUNK, StoreError, open_source
+from stages.os_errors import explained
 
 MULTIPART = 128 << 20  # from this size on a file goes up in parts
 UPLOAD_PART = 32 << 20
@@ -85,7 +86,7 @@ def hash_for_upload(path: Path) -> Hashed:
                 room = min(CHUNK, expected - size, part - filled if part else CHUNK)
                 chunk = source.read(room) if room else b""
             except OSError as error:
-                raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+                raise StoreError(f"cannot read {path}: {explained(error)}") from error
             if not chunk:
                 break
             whole.update(chunk)
@@ -162,7 +163,7 @@ class Window(io.RawIOBase):
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+            raise StoreError(f"cannot read {path}: {explained(error)}") from error
 
     def readable(self) -> bool:
         return True
@@ -184,7 +185,7 @@ class Window(io.RawIOBase):
         try:
             data = os.pread(self._descriptor, wanted, self._start + self._at)
         except OSError as error:
-            raise StoreError(f"cannot read {self._path}: {error.strerror or error}") from error
+            raise StoreError(f"cannot read {self._path}: {explained(error)}") from error
         if not data and wanted:
             raise StoreError(f"{self._path} became shorter while it was stored; store it again")
         self._at += len(data)
@@ -221,7 +222,7 @@ def download(client: Any, bucket: str, key: str, path: Path, *, size: int | None
                     path.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+        raise StoreError(f"cannot write {path}: {explained(error)}") from error
 
 
 def _fetch(client: Any, bucket: str, key: str, file: IO[bytes], digest: Any, size: int | None) -> None:

@@ -6,6 +6,7 @@ Invariants of every store:
 - `put(..., if_absent=True)` lets exactly one of several writers win, and so does `put(..., if_match=tag)` among those
   who read the object with that tag: no update is lost.
 - Keys are relative paths with "/"; nothing outside the store's folder or prefix is ever touched.
+- A listing of what is damaged in part goes on with the rest, and says what it left out (`leave_out`).
 - Errors a person can cause (read-only, full, not a folder, wrong credentials) are one sentence of a `StoreError`.
 
 The backends are `stages.artifacts.folder` and `stages.artifacts.s3`.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import builtins
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -26,7 +28,11 @@ from pathlib import Path
 from typing import IO, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from stages.os_errors import explained
+
 CHUNK = 1 << 20
+_LOG = logging.getLogger("headrace.store")
+_LEFT_OUT: set[str] = set()
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -168,6 +174,16 @@ def open_store(url: str | Path) -> Store:
     return FolderStore(Path(text).expanduser())
 
 
+def leave_out(error: StoreError) -> None:
+    """Say that a listing goes on without an object that cannot be read: once for each object, as a warning in the log.
+
+    Programs without logging of their own show it on standard error.
+    """
+    if str(error) not in _LEFT_OUT:
+        _LEFT_OUT.add(str(error))
+        _LOG.warning("%s; it is left out here, and `headrace verify` names all damage", error)
+
+
 def is_segment(key: str, base: str) -> bool:
     """Whether an object is part of the appended object `base`: itself, or `base` with "." and six digits."""
     return key == base or re.fullmatch(re.escape(base) + r"\.\d{6}", key) is not None
@@ -198,7 +214,7 @@ def open_source(path: Path) -> Iterator[IO[bytes]]:
     try:
         file = open(path, "rb")  # noqa: SIM115 (errors of the body are not errors of opening)
     except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
+        raise StoreError(f"cannot read {path}: {explained(error)}") from error
     with file:
         yield file
 
@@ -211,7 +227,7 @@ def copy_stream(source: IO[bytes], target: IO[bytes] | None, name: Path, at_most
         try:
             chunk = source.read(CHUNK if at_most is None else min(CHUNK, at_most - size))
         except OSError as error:
-            raise StoreError(f"cannot read {name}: {error.strerror or error}") from error
+            raise StoreError(f"cannot read {name}: {explained(error)}") from error
         if not chunk:
             return digest.hexdigest(), size
         digest.update(chunk)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from stages.artifacts.fetch import read_manifest
 from stages.artifacts.reach import Making, by_artifact, makings
 from stages.artifacts.results import results
-from stages.artifacts.store import Damaged, NotInStore, Store
+from stages.artifacts.store import Damaged, NotInStore, Store, leave_out
 
 IMPORTED = "(imported)"  # the stage and run of an artifact that no result made
 
@@ -60,7 +60,7 @@ class Usage:
 
 
 def usage(store: Store) -> Usage:
-    """Measure a store. Manifests that cannot be read are left out; `verify` names them.
+    """Measure a store. What cannot be read is left out, and the log says so.
 
     Raises:
         StoreError: the store cannot be read.
@@ -77,7 +77,10 @@ def usage(store: Store) -> Usage:
         digest = "sha256:" + match[1]
         try:
             manifest = read_manifest(store, digest)
-        except (NotInStore, Damaged):
+        except NotInStore:  # removed just now
+            continue
+        except Damaged as error:
+            leave_out(error)
             continue
         held[digest] = {entry.blob for entry in manifest.files}
         used.files += manifest.size

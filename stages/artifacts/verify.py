@@ -1,15 +1,13 @@
-"""Checking a store, and mending it from copies at hand.
+"""Checking a store. (`stages.artifacts.repair` mends it.)
 
 Each blob is read once, however many artifacts hold it; each damage is reported for every artifact that it touches.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from stages.artifacts.fetch import read_manifest
 from stages.artifacts.leases import read_lease
@@ -17,7 +15,7 @@ from stages.artifacts.manifest import FileEntry, check_digest
 from stages.artifacts.refs import read_ref, ref_names
 from stages.artifacts.results import parse_result
 from stages.artifacts.runs import read_run
-from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, hash_file
+from stages.artifacts.store import Damaged, NotInStore, Store
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ def _verify_pointers(store: Store, artifacts: set[str]) -> Iterator[Damage]:
     for key, digest, what in named:
         # What was published since the manifests were listed is no damage.
         if digest not in artifacts and not store.exists(_missing(digest).key) and store.exists(key):
-            yield Damage(key, f"its artifact {digest} is missing{what}")
+            yield Damage(key, f"its artifact {digest} is missing{what}", digest)
     for prefix, read in (("runs/", read_run), ("leases/", read_lease)):
         for info in store.list(prefix):
             name = info.key.removeprefix(prefix).removesuffix(".json")
@@ -176,72 +174,3 @@ def _verify_pointers(store: Store, artifacts: set[str]) -> Iterator[Damage]:
                 yield Damage(info.key, f"is not the name of a {prefix[:-2]}")
             except Damaged as error:
                 yield Damage(info.key, str(error))
-
-
-# Mending
-
-
-def repair(store: Store, damages: Iterable[Damage], find: Callable[[str, int | None], Path | None]) -> list[Damage]:
-    """Put damaged and missing blobs back from copies. Returns the damages that are mended.
-
-    Args:
-        find: a file of a hash (hex) and a size (None: any), whose bytes are checked again when they are stored.
-
-    Raises:
-        StoreError: the store cannot be written.
-    """
-    mended, put = [], {}
-    for damage in damages:
-        match = re.fullmatch(r"blobs/[0-9a-f]{2}/([0-9a-f]{64})", damage.key)
-        if match is None:
-            continue
-        if damage.key not in put:
-            copy = find(match[1], damage.size)
-            put[damage.key] = copy is not None and _put_back(store, damage.key, match[1], copy)
-        if put[damage.key]:
-            mended.append(damage)
-    return mended
-
-
-def _put_back(store: Store, key: str, sha256: str, copy: Path) -> bool:
-    try:
-        store.put_file(key, copy, sha256=sha256)
-    except Damaged:  # it changed since it was found
-        return False
-    return store.hash(key) == sha256
-
-
-class FilesAtHand:
-    """Finds files by their content below folders, such as an earlier `pull` or the raw data: a file is hashed when its
-    size fits, once.
-
-    Raises:
-        StoreError: a folder cannot be read.
-    """
-
-    def __init__(self, folders: Iterable[Path]) -> None:
-        self._by_size: dict[int, list[Path]] = {}
-        self._hashes: dict[Path, str] = {}
-        for folder in folders:
-            if not folder.exists():
-                raise StoreError(f"{folder} does not exist; give a folder or file to repair from")
-            for path in [folder] if folder.is_file() else _files(folder):
-                self._by_size.setdefault(path.stat().st_size, []).append(path)
-
-    def __call__(self, sha256: str, size: int | None) -> Path | None:
-        """A file with that SHA-256 (hex), None where there is none."""
-        sizes = self._by_size if size is None else [size]
-        for path in (path for known in sizes for path in self._by_size.get(known, [])):
-            if path not in self._hashes:
-                self._hashes[path] = hash_file(path)[0]
-            if self._hashes[path] == sha256:
-                return path
-        return None
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
-        raise StoreError(f"cannot read {error.filename}: {error.strerror or error}")
-
-    for parent, _, names in os.walk(folder, onerror=refuse):
-        yield from (path for path in (Path(parent) / name for name in sorted(names)) if path.is_file())

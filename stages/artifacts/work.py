@@ -26,6 +26,7 @@ from stages.artifacts.leases import Lease
 from stages.artifacts.manifest import FileEntry, canonical_json, check_path
 from stages.artifacts.publish import files_below
 from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, remove_folder
+from stages.os_errors import explained
 
 _KEPT = 2
 _ORPHAN_SECONDS = 3600.0  # files of a save that was never finished are removed when they are this old
@@ -176,7 +177,7 @@ class WorkArea:
                 blob = f"{self._prefix}data/{token}/{number}"
                 copy_blob(self._store, entry, target, f"the progress of step {step}", blob)
         except OSError as error:
-            raise StoreError(f"cannot write {folder}: {error.strerror or error}") from error
+            raise StoreError(f"cannot write {folder}: {explained(error)}") from error
         self.earlier_seconds = seconds
         self._begun = time.monotonic()
         return step, folder

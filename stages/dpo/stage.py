@@ -12,7 +12,7 @@ from stages.reference.logprobs import read_logprobs
 from stages.reference.pairs import check_pairs, weights_hash
 from stages.tokenize.dataset import read_preferences, tokenizer_folder
 from stages.training.device import prepare
-from stages.training.finish import finish
+from stages.training.finish import finish, kept_when_halted
 from stages.training.loop import train
 from stages.training.order import batch_rows
 from stages.training.preflight import check_rows, check_same_tokenizer
@@ -42,6 +42,7 @@ def run(context: StageContext[Config]) -> None:
         disable_dropout(model)
     adapted = add_adapter(model, config.lora, config.seed)
     objective = PairObjective(config, pairs, reference)
-    metrics = train(context, config, model, tokenizer, objective, total_steps=config.total_steps(len(pairs)))
+    with kept_when_halted(context, model, tokenizer, adapted):
+        metrics = train(context, config, model, tokenizer, objective, total_steps=config.total_steps(len(pairs)))
     finish(context, model, tokenizer, adapted)
     context.summary(**metrics)

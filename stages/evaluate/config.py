@@ -59,3 +59,8 @@ class Config(StageConfig):
     save_seconds: Annotated[float, NotIdentity()] = Field(
         30.0, gt=0, description="Seconds between saves of progress; a model that is measured is one part."
     )
+
+    def reads_splits(self) -> dict[str, tuple[str, str]]:
+        """The split of each dataset that is measured."""
+        fields = {"text": "text_split", "prompts": "prompts_split", "preferences": "preferences_split"}
+        return {name: (getattr(self, field), field) for name, field in fields.items()}

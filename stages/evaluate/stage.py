@@ -98,6 +98,13 @@ def _check_inputs(context: StageContext[Config], models: dict[str, Path]) -> Non
         raise Refused("nothing to measure: give at least one of the inputs text, prompts and preferences")
     if "prompts" in inputs and config.score is None:
         raise Refused("input prompts needs `score`, a module:function that gives 1 for a right completion and 0 else")
+    for name in data:
+        split, field = config.reads_splits()[name]
+        if split not in (known := read_info(inputs[name]).splits):
+            raise Refused(
+                f"input {name} has no {split} split (it has {', '.join(known)}); set validation_fraction in the step "
+                f"that made it, or change {field}"
+            )
     for label, folder in models.items():
         for name in data:
             check_same_tokenizer(folder, tokenizer_folder(inputs[name]), f"input {name} (beside model {label})")

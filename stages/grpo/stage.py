@@ -15,7 +15,7 @@ from stages.sampling.groups import Sampler, check_prompt_columns
 from stages.sampling.rewards import load_rewards
 from stages.tokenize.dataset import read_prompts, tokenizer_folder
 from stages.training.device import prepare
-from stages.training.finish import finish
+from stages.training.finish import finish, kept_when_halted
 from stages.training.loop import RECORDS, train
 from stages.training.preflight import check_same_tokenizer
 
@@ -54,7 +54,8 @@ def run(context: StageContext[Config]) -> None:
         context.log(text, "warning")
 
     objective = GroupObjective(config, model, reference, sampler, prompts, rewards, warn)
-    metrics = train(context, config, model, tokenizer, objective, total_steps=config.total_steps(len(prompts)))
+    with kept_when_halted(context, model, tokenizer, adapted):
+        metrics = train(context, config, model, tokenizer, objective, total_steps=config.total_steps(len(prompts)))
     records.write(objective.tables, context.side_output("rollouts"))
     last = json.loads((context.output / RECORDS).read_text(encoding="utf-8").splitlines()[-1])
     finish(context, model, tokenizer, adapted)

@@ -47,3 +47,7 @@ class Config(StageConfig):
         if self.temperature == 0 and self.num_generations > 1:
             raise ValueError("num_generations above 1 at temperature 0 gives equal completions; raise temperature")
         return self
+
+    def reads_splits(self) -> dict[str, tuple[str, str]]:
+        """The split of the prompts."""
+        return {"prompts": (self.split, "split")}

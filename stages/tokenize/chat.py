@@ -24,6 +24,8 @@ from stages.contract import Refused
 from stages.tokenize.readers import BadRow, all_strings, clean_text
 from stages.tokenize.tokenizer import Encoding, TextTokenizer
 
+_SPEAKERS = ("user", "assistant")  # who must say something in each turn
+
 Message = dict[str, Any]
 Span = tuple[int, int]
 
@@ -39,8 +41,11 @@ class Rendered:
 def check_messages(value: Any, name: str) -> list[Message]:
     """Return `value` as a list of messages, without keys that are None (as Parquet fills them in).
 
+    A turn of the user or the assistant must say something: text that is not blank, or else a call of a tool, reasoning
+    or the like. A prompt and a completion that are strings must too. A system message or a tool's answer may be empty.
+
     Raises:
-        BadRow: it is not a list of messages with a role and a text.
+        BadRow: it is not a list of messages with a role and a text, or a turn is empty.
     """
     if not isinstance(value, list):
         raise BadRow("wrong_type", f'"{name}" must be a list of messages, not {type(value).__name__}')
@@ -62,8 +67,14 @@ def check_messages(value: Any, name: str) -> list[Message]:
                 "wrong_type",
                 f'"content" of message {number} of "{name}" must be a string, not {type(content).__name__}',
             )
+        if role in _SPEAKERS and not any(_says_something(part) for key, part in message.items() if key != "role"):
+            raise BadRow("empty", f'message {number} of "{name}", a turn of the {role}, is empty')
         messages.append(message)
     return messages
+
+
+def _says_something(part: Any) -> bool:
+    return bool(part.strip()) if isinstance(part, str) else bool(part)
 
 
 class ChatRenderer:

@@ -55,7 +55,8 @@ class GeneratorConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     function: ImportPath = Field(
-        description="module:function that yields rows (dicts). It is called with `arguments` and with `seed`."
+        description="module:function that yields rows (dicts). It is called with `arguments` and with `seed`, and must"
+        " make the same rows of them each time."
     )
     arguments: dict[str, Any] = Field(default={}, description="Keyword arguments; a `seed` here overrides the step's.")
     train_only: bool = Field(default=False, description="Keep all of its rows out of the validation split.")
@@ -131,7 +132,11 @@ class Config(StageConfig):
 
     # What a row is made of
     text_template: str = Field("{text}", description="The document of a text row, from columns.")
-    messages_field: str = Field("messages", min_length=1, description="The column with a list of messages.")
+    messages_field: str = Field(
+        "messages",
+        min_length=1,
+        description="The column with a list of messages. A turn of the user or the assistant must say something.",
+    )
     prompt_template: str = Field("{prompt}", description='The prompt, from columns, such as "{question}".')
     completion_template: str = Field("{completion}", description='The completion, from columns, such as "{answer}".')
     chosen_template: str = Field("{chosen}", description="The preferred completion, from columns.")
@@ -204,6 +209,10 @@ class Config(StageConfig):
     def holds(self) -> str:
         """What the rows are: "text", "chat", "preference" or "prompt"."""
         return self.format
+
+    def makes_splits(self) -> tuple[str, ...]:
+        """The splits that the dataset will have."""
+        return ("train", "validation") if self.validation_fraction > 0 else ("train",)
 
     def long_rows(self) -> str:
         """What is done with rows that are too long, the default filled in."""

@@ -3,15 +3,19 @@
 Invariants:
 - Every row that was read is either kept or counted under the reason it was dropped for.
 - Which split an example is in depends on nothing but its content: others coming or going never move it.
-- Reading twice gives the same examples twice.
+- Reading twice gives the same examples twice. A generator's first rows are made once more to see that they are the
+  same each time; if they are not, the step is refused, for nothing made of them could be made again.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from stages.contract import Refused, StageContext, import_function
 from stages.tokenize import rollouts
@@ -20,6 +24,7 @@ from stages.tokenize.readers import BadRow, Row, generate, read_file
 from stages.tokenize.rows import Example, key, parse, split_key
 
 SHOWN_BAD_ROWS = 5
+SAMPLED_ROWS = 64  # of a generator, made once more to see that they are the same
 # Such rows are dropped whatever `on_bad_rows` says: the first are no fault of their maker, on the second `on_long_rows`
 # has decided.
 _ALWAYS_DROPPED = ("no_target", "too_long")
@@ -27,12 +32,17 @@ _ALWAYS_DROPPED = ("no_target", "too_long")
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows come from: the files of one input, or one generator."""
+    """Where rows come from: the files of one input, or one generator.
+
+    Attributes:
+        sample: of a generator, the first rows that it made when it was asked before: column -> hash.
+    """
 
     label: str
     files: list[tuple[Path, str]] = field(default_factory=list)
     generator: int | None = None
     train_only: bool = False
+    sample: list[dict[str, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -84,21 +94,69 @@ def find_sources(context: StageContext[Config]) -> tuple[list[Source], list[Path
             raise Refused(f"input {name} holds no files")
         sources.append(Source(name, [(path, path.relative_to(folder).as_posix()) for path in files]))
     for index, generator in enumerate(config.generators):
-        sources.append(Source(generator.function, generator=index, train_only=generator.train_only))
+        sample = [_hashes(row) for row in islice(_generated(config, index), SAMPLED_ROWS)]
+        sources.append(Source(generator.function, generator=index, train_only=generator.train_only, sample=sample))
     if not sources and not tables:
         raise Refused("there is nothing to tokenize: give the input `data`, or name generators")
     return sources, tables
 
 
 def read_rows(config: Config, source: Source) -> Iterator[Row]:
-    """Yield the rows of one source."""
+    """Yield the rows of one source.
+
+    Raises:
+        Refused: a generator fails, or makes other rows than when it was asked before.
+    """
     if source.generator is not None:
-        generator = config.generators[source.generator]
-        yield from generate(generator.function, generator.arguments, config.seed)
+        number = 0
+        for number, row in enumerate(_generated(config, source.generator), 1):
+            if number <= SAMPLED_ROWS:
+                _check_same(source, number, _hashes(row))
+            yield row
+        if number < len(source.sample):
+            _check_same(source, number + 1, None)
         return
     reader = import_function(config.reader) if config.reader else None
     for path, name in source.files:
         yield from read_file(path, name, reader=reader, text_unit=config.text_unit)
+
+
+def _generated(config: Config, index: int) -> Iterator[Row]:
+    generator = config.generators[index]
+    return generate(generator.function, generator.arguments, config.seed)
+
+
+def _hashes(row: Row) -> dict[str, str]:
+    """Column -> a hash of its value."""
+    return {
+        name: hashlib.sha256(repr(_plain(value)).encode("utf-8", "backslashreplace")).hexdigest()
+        for name, value in row.columns.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value in a form whose `repr` is a function of its content: dicts in order, of other objects the type alone."""
+    if isinstance(value, dict):
+        return [(key, _plain(part)) for key, part in sorted(value.items(), key=str)]
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, str | int | float | bool | None) else type(value).__name__
+
+
+def _check_same(source: Source, number: int, now: dict[str, str] | None) -> None:
+    """Refuse a generator whose row (from 1; None: there is none) differs from the one that it made before."""
+    before = source.sample[number - 1] if number <= len(source.sample) else None
+    if now == before:
+        return
+    if now is None or before is None:
+        what = f"row {number:,} is there one time and not the other"
+    else:
+        name = next(name for name in [*now, *before] if now.get(name) != before.get(name))
+        what = f"{name!r} of row {number:,} is another one each time"
+    raise Refused(
+        f"generator {source.label} makes other rows when it is called again with the same arguments and seed: {what}, "
+        "so nothing made of them could be made again; let it draw from random.Random(seed) alone, and read no clock"
+    )
 
 
 def select(context: StageContext[Config], sources: list[Source], tally: Tally) -> Iterator[Item]:

@@ -20,7 +20,7 @@ from stages.modeling.vocabulary import fit_embeddings
 from stages.tokenize.dataset import read_packed
 from stages.training.config import TokenLossConfig, TrainingConfig
 from stages.training.distributed import rows_per_pass
-from stages.training.finish import finish
+from stages.training.finish import finish, kept_when_halted
 from stages.training.loop import Figures, HeldOut, MicroBatch, train
 from stages.training.order import batch_rows
 from stages.training.preflight import check_model, check_rows, largest_token
@@ -168,14 +168,10 @@ def train_on_packed(
         label_smoothing=config.label_smoothing,
         z_loss=config.z_loss,
     )
-    metrics = train(
-        context,
-        config,
-        model,
-        tokenizer,
-        objective,
-        total_steps=config.total_steps(count),
-        held_out=held_out(data, config),
-    )
+    measured = held_out(data, config)
+    with kept_when_halted(context, model, tokenizer, adapted):
+        metrics = train(
+            context, config, model, tokenizer, objective, total_steps=config.total_steps(count), held_out=measured
+        )
     context.summary(**metrics)
     finish(context, model, tokenizer, adapted)

@@ -197,3 +197,7 @@ class TokenLossConfig(TrainingConfig):
         description="Steps between measurements of the loss on the validation split (eval_loss in training.jsonl), also"
         " measured after the last step; never when empty.",
     )
+
+    def reads_splits(self) -> dict[str, tuple[str, str]]:
+        """The validation split of the data, where it is measured."""
+        return {} if self.eval_steps is None else {"data": ("validation", "eval_steps")}

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stages.contract import RankDone, Refused, StageContext
+from stages.contract import NonFinite, RankDone, Refused, StageContext, Tripwire
 from stages.seeds import stream_seed
 from stages.training import distributed
 from stages.training.config import TrainingConfig
@@ -181,6 +181,9 @@ def train(
                 if decision.save:
                     context.work.wait()
                 trackers.close()
+                if isinstance(decision.ending, Tripwire | NonFinite):
+                    trained.finish()  # its weights are looked at; see `stages.training.finish`
+                    decision.ending.together = True
                 raise decision.ending
             if progress.step >= total_steps:
                 break

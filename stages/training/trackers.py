@@ -1,14 +1,18 @@
 """Experiment trackers: TensorBoard, MLflow, Weights & Biases and Trackio, through accelerate's classes for them.
 
-A tracker is shown what `training.jsonl` and the display hold and decides nothing. Where it writes to, and its secrets,
-come from its own environment variables (`TENSORBOARD_LOGGING_DIR`, `MLFLOW_TRACKING_URI`, `WANDB_API_KEY`,
-`TRACKIO_DIR`, ...). A tracker that fails while a run goes on is reported once and left out from then on; one that is
-not installed is refused before the first step, for accelerate would leave it out without a word.
+A tracker is shown what `training.jsonl` and the display hold and decides nothing. A run is called after its step and a
+hash of its settings and inputs: an attempt that goes on is drawn into the same curve, other settings into another one.
+Where it writes to, and its secrets, come from its own environment variables (`TENSORBOARD_LOGGING_DIR`,
+`MLFLOW_TRACKING_URI`, `WANDB_API_KEY`, `TRACKIO_DIR`, ...). A tracker that fails while a run goes on is reported once
+and left out from then on; one that is not installed is refused before the first step, for accelerate would leave it out
+without a word.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -56,7 +60,7 @@ def start_trackers(context: StageContext[Any], config: TrainingConfig, *, main: 
     """Start what `report_to` names.
 
     Args:
-        context: gives the run's name in the trackers: the recipe's name of the step.
+        context: gives the run's name in the trackers, with the config.
         config: stored by each tracker as the run's settings.
         main: whether this is the rank that reports; another one gets no tracker.
 
@@ -67,7 +71,7 @@ def start_trackers(context: StageContext[Any], config: TrainingConfig, *, main: 
     for name in config.report_to if main else []:
         if not any(importlib.util.find_spec(module) for module in MODULES[name]):
             raise Refused(f"report_to names {name}, which is not installed; pip install {MODULES[name][0]}")
-        tracker = _tracker(name, context.step or config.__class__.__module__.split(".")[-2])
+        tracker = _tracker(name, run_name(context, config))
         tracker.main_process_only = False  # this rank is the one that reports; accelerate need not find out
         try:
             tracker.start()
@@ -76,6 +80,13 @@ def start_trackers(context: StageContext[Any], config: TrainingConfig, *, main: 
             raise Refused(f"report_to: {name} cannot be started: {error}") from error
         started.append(tracker)
     return Trackers(context, started)
+
+
+def run_name(context: StageContext[Any], config: TrainingConfig) -> str:
+    """The recipe's name of the step (the stage's, where there is none), and a hash of what decides how it goes."""
+    step = context.step or type(config).__module__.split(".")[-2]
+    decisive = json.dumps([config.identity(), context.digests], sort_keys=True)
+    return f"{step}-{hashlib.sha256(decisive.encode()).hexdigest()[:8]}"
 
 
 def _tracker(name: str, run: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -18,6 +19,7 @@ from stages.artifacts import (
     open_store,
     publish,
 )
+from stages.os_errors import explained
 
 
 def test_an_empty_folder_goes_with_its_last_object(tmp_path: Path) -> None:
@@ -137,8 +139,54 @@ def test_a_read_only_store_is_one_sentence(tmp_path: Path) -> None:
         tmp_path,
         '"$PYTHON" -c "$CODE" $DISK/store k 10; mount -o remount,ro $DISK; "$PYTHON" -c "$CODE" $DISK/store new/k 10',
     )
-    expected = f"store {tmp_path}/disk/store: no permission to write new/k (Read-only file system)"
-    assert said == f"ReadOnlyStore {expected}; check who owns the folder\n"
+    expected = f"store {tmp_path}/disk/store: cannot write new/k: the file system is mounted read-only"
+    assert said == f"ReadOnlyStore {expected}; mount it for writing, or choose another place\n"
+
+
+def test_too_many_open_files_are_one_sentence(tmp_path: Path) -> None:
+    code = f"import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (9, 9))\n{PUT}"
+    imported = f"import stages.artifacts.folder, stages.artifacts\n{code}"
+    held = "held = []\ntry:\n    while True: held.append(os.open('/', os.O_RDONLY))\nexcept OSError: pass\n"
+    code = imported.replace("try:\n    open_store", f"{held}try:\n    open_store")
+    command = [sys.executable, "-c", code, str(tmp_path), "k", "1"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    why = "this process has too many files open; raise its limit (ulimit -n)"
+    assert said == f"StoreError store {tmp_path}: cannot write k: {why}\n"
+
+
+def test_a_name_too_long_for_the_file_system_is_one_sentence(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath(*["d" * 250] * ((4090 - len(str(tmp_path))) // 251))
+    with pytest.raises(StoreError, match=r"the name is too long for this file system; choose a shorter path$"):
+        open_store(deep).put("manifests/" + "k" * 200, b"x")
+
+
+def test_a_source_that_the_disk_cannot_read_is_one_sentence(tmp_path: Path) -> None:
+    """Address 0 of a process, read as a file, gives the error of a disk that fails (EIO)."""
+    memory = Path("/proc/self/mem")
+    if not memory.is_file():
+        pytest.skip("no /proc here")
+    with pytest.raises(StoreError, match=r"^cannot read /proc/self/mem: the disk, or the network to it, failed"):
+        open_store(tmp_path).put_file("k", memory)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "no space is left on the disk; free some"),
+        (errno.EDQUOT, "the disk quota is used up; free some space, have the quota raised"),
+        (errno.EROFS, "mounted read-only; mount it for writing"),
+        (errno.EMFILE, "raise its limit (ulimit -n)"),
+        (errno.ENFILE, "this machine has too many files open"),
+        (errno.ENAMETOOLONG, "choose a shorter path"),
+        (errno.EIO, "the system's log (dmesg) says more"),
+        (errno.ENOTDIR, "Not a directory"),
+    ],
+)
+def test_what_the_system_refuses_is_said_with_the_way_out(number: int, words: str) -> None:
+    text = explained(OSError(number, os.strerror(number)))
+    assert words in text
+    assert not text.endswith(".")
+    assert "\n" not in text
 
 
 def test_a_full_store_is_one_sentence_and_keeps_what_it_had(tmp_path: Path) -> None:

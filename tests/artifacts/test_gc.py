@@ -33,6 +33,7 @@ from stages.artifacts import (
     write_run,
 )
 from stages.artifacts.leases import GC_KEY
+from stages.artifacts.s3 import S3Store
 
 DAY = 86400.0
 ME = "me@here"
@@ -344,6 +345,31 @@ def test_what_killed_writers_left_is_removed(tmp_path: Path, folder_store: Folde
     assert left.exists()
     collect(store, delete=True)
     assert not left.exists()
+
+
+def test_an_upload_in_parts_that_was_left_goes_when_it_is_old_and_is_told_first(tmp_path: Path, s3_url: str) -> None:
+    """Begun under a blob and under saved progress; one of another program in the same bucket is none of ours."""
+    store = open_store(s3_url)
+    assert isinstance(store, S3Store)
+    kept = artifact(tmp_path, store, "kept")
+    promote(store, "production", kept, who=ME)
+    ours = sorted([f"blobs/aa/{'aa' * 32}", f"work/{key(1)}/data/{'0' * 32}/0"])
+    for name in [*ours, "somebody/else"]:
+        begun = store.client.create_multipart_upload(Bucket=store.bucket, Key=store.prefix + name)
+        upload = {"Bucket": store.bucket, "Key": store.prefix + name, "UploadId": begun["UploadId"]}
+        store.client.upload_part(**upload, PartNumber=1, Body=b"x" * 1000)
+    assert collect(store, delete=True, retention=DAY, grace=3600.0).garbage == []  # they may go on
+    time.sleep(3.1)  # uploads are dated to the second
+    found = collect(store, retention=1.0, grace=1.0)
+    told = [(item.key, item.size, item.why) for item in found.garbage]
+    assert sorted(told) == [(name, 1000, "left by a killed writer") for name in ours]
+    removed: list[str] = []
+    collect(store, delete=True, retention=1.0, grace=1.0, removed=lambda item: removed.append(item.key))
+    assert sorted(removed) == ours
+    answer = store.client.list_multipart_uploads(Bucket=store.bucket, Prefix=store.prefix)
+    assert [item["Key"] for item in answer.get("Uploads", [])] == [store.prefix + "somebody/else"]
+    assert is_complete(store, kept)
+    assert list(verify_all(store)) == []
 
 
 def test_room_is_told_by_kind_stage_and_run_with_shared_files_once(tmp_path: Path, store: Store) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
+import sys
 import unicodedata
 
 import pytest
@@ -183,3 +185,50 @@ def test_files_out_of_order_are_not_canonical() -> None:
 def test_bytes_that_are_not_text_are_no_manifest() -> None:
     with pytest.raises(ValueError):
         Manifest.parse(b"\xff\xfe")
+
+
+def test_the_quick_reading_of_plain_manifests_agrees_with_the_checks_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On manifests with a byte, a word or an entry changed, dropped, doubled or swapped: the same value, or refused."""
+    paths = ("a", "a.b/c", "B/x y", "B/z", "deep/er/and/deeper", "z=1,2@3+4")
+    entries = tuple(FileEntry(path, 10 * number, f"{number:064x}") for number, path in enumerate(paths))
+    data = Manifest("source", entries).to_json()
+    words = re.split(rb'([",:{}\[\]/]|[0-9]+)', data)
+    items = re.findall(rb'\{"path[^}]*\}', data)
+    rng = random.Random(0)
+    cases = [data, data + b" ", data[:-1], b"", b"{}", data.replace(b"source", b"dataset"), data.replace(b"10", b"0")]
+    cases += [
+        data.replace(b"deep/er/and/deeper", path) for path in (b"..", b"a", b"A", b"a.b", b"a.b/c/d", b"b/q", b"/x")
+    ]
+    cases += [data.replace(b":50}", size) for size in (b":9007199254740991}", b":9007199254740992}", b":05}", b":5.0}")]
+    for _ in range(2000):
+        parts = list(rng.choice((words, [bytes([byte]) for byte in data])))
+        at, other = rng.randrange(len(parts)), rng.randrange(len(parts))
+        match rng.randrange(4):
+            case 0:
+                parts[at] = parts[other]
+            case 1:
+                del parts[at]
+            case 2:
+                parts.insert(at, parts[other])
+            case 3:
+                parts[at], parts[other] = parts[other], parts[at]
+        cases.append(b"".join(parts))
+    for _ in range(200):
+        cases.append(b'{"files":[' + b",".join(rng.choices(items, k=rng.randrange(8))) + b'],"kind":"source"}')
+
+    def parsed() -> list[Manifest | None]:
+        found: list[Manifest | None] = []
+        for case in cases:
+            try:
+                found.append(Manifest.parse(case))
+            except ValueError:
+                found.append(None)
+        return found
+
+    quick = parsed()
+    assert [item.to_json() for item in quick if item] == [case for case, item in zip(cases, quick, strict=True) if item]
+    monkeypatch.setattr(sys.modules["stages.artifacts.manifest"], "_parse_plain", lambda data: None)
+    assert parsed() == quick
+    assert 20 < sum(item is not None for item in quick) < len(cases) / 2

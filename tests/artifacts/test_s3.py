@@ -8,7 +8,10 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,9 @@ from s3_proxy import Proxy, proxy
 
 from stages.artifacts import (
     Damaged,
+    FilesAtHand,
     FullStore,
+    HashCache,
     NotInStore,
     ReadOnlyStore,
     StoreError,
@@ -27,6 +32,8 @@ from stages.artifacts import (
     open_store,
     publish,
     read_log,
+    repair,
+    s3_client,
     s3_transfer,
     verify_all,
     verify_artifact,
@@ -224,6 +231,81 @@ def test_what_is_there_is_not_sent_again(tmp_path: Path, s3_url: str, through: P
     asked = [(method, path) for method, path, _ in through.requests[begun:]]
     assert [method for method, _ in asked if method in ("PUT", "POST")] == []
     assert len(asked) < 6  # not one request for each file
+
+
+@pytest.mark.parametrize("count", [2, 42])
+@pytest.mark.parametrize("remembered", [False, True])
+def test_a_blob_of_the_right_size_with_other_bytes_is_replaced_where_the_server_tells(
+    tmp_path: Path, s3_url: str, through: Proxy, count: int, remembered: bool
+) -> None:
+    """Looked up alone, the server says the SHA-256; listed, the MD5, which says nothing of a file that is not read."""
+    store = connected(s3_url)
+    (tmp_path / "in").mkdir()
+    for n in range(count):
+        (tmp_path / "in" / f"{n}").write_bytes(b"%03d" % n)
+        os.utime(tmp_path / "in" / f"{n}", (1e9, 1e9))
+    time.sleep(2.1 if remembered else 0)  # what changed just now is not remembered
+    cache = HashCache(tmp_path / "hashes.json") if remembered else None
+    digest = publish(store, tmp_path / "in", "dataset", cache)
+    wrong = hashlib.sha256(b"001").hexdigest()
+    store.put(f"blobs/{wrong[:2]}/{wrong}", b"100")
+    begun = len(through.requests)
+    assert publish(store, tmp_path / "in", "dataset", cache) == digest
+    sent = [path for method, path, _ in through.requests[begun:] if method == "PUT"]
+    there = store.get(f"blobs/{wrong[:2]}/{wrong}")
+    if remembered and count == 42:
+        assert (sent, there) == ([], b"100")
+        found = verify_artifact(store, digest)
+        assert [damage.path for damage in found] == ["1"]
+        assert repair(store, found, FilesAtHand([tmp_path / "in"])) == found
+    else:
+        assert ([path.rpartition("/")[2].partition("?")[0] for path in sent], there) == ([wrong], b"001")
+
+
+def test_etags_that_are_no_md5_make_nothing_be_sent_again(tmp_path: Path, s3_url: str, through: Proxy) -> None:
+    """A server may make its ETags otherwise (S3 does, of objects under a KMS key): the SHA-256 decides then."""
+    store = connected(s3_url)
+    (tmp_path / "in").mkdir()
+    for n in range(200):
+        (tmp_path / "in" / f"{n}").write_bytes(os.urandom(50))
+    digest = publish(store, tmp_path / "in", "dataset")
+    listed = s3_client.listed_objects
+    begun = len(through.requests)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s3_client, "listed_objects", lambda page: [(*item[:3], "0" * 32) for item in listed(page)])
+        assert publish(store, tmp_path / "in", "dataset") == digest
+    methods = [method for method, _, _ in through.requests[begun:]]
+    assert [method for method in methods if method in ("PUT", "POST")] == []
+    assert len(methods) < 60  # not one request for each file
+
+
+def test_the_sizes_of_more_objects_than_a_listing_has_are_found_in_few_requests(
+    s3_url: str, s3_server: server_module.Server, through: Proxy
+) -> None:
+    store, client = connected(s3_url), server_module.client(s3_server)
+    keys = [f"blobs/{n % 256:02x}/{n:064x}" for n in range(1100)]
+    there = {key: n for n, key in enumerate(keys) if n % 10}
+    with ThreadPoolExecutor(8) as pool:
+        put = partial(client.put_object, Bucket=BUCKET)
+        list(pool.map(lambda key: put(Key=store.prefix + key, Body=b"x" * there[key]), there))
+    begun = len(through.requests)
+    assert store.sizes(keys) == there
+    assert len(through.requests) - begun <= 16
+    few = keys[5:50]
+    assert store.sizes(few) == {key: there[key] for key in few if key in there}
+
+
+def test_a_listing_is_read_however_a_server_writes_it(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = connected(s3_url)
+    names = ["a b", "ü", "c&d", "e%f", "g+h", "i=j"]
+    for name in names:
+        store.put(f"runs/{name}", b"x")
+    quick = list(store.list("runs/"))
+    assert [info.key for info in quick] == sorted(f"runs/{name}" for name in names)
+    monkeypatch.setattr(s3_client, "_take_listing", lambda **answer: None)
+    plain = connected(s3_url)  # its client reads listings as botocore does
+    assert [(info.key, info.size) for info in plain.list("runs/")] == [(info.key, info.size) for info in quick]
+    assert all(abs(a.modified - b.modified) < 1 for a, b in zip(plain.list("runs/"), quick, strict=True))
 
 
 def test_encryption_settings_reach_the_server(

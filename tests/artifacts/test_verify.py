@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flows import store_verbs
 from stages.artifacts import (
     Damaged,
     FilesAtHand,
@@ -17,9 +19,12 @@ from stages.artifacts import (
     Store,
     StoreError,
     ancestors,
+    fetch,
     is_complete,
     manifest_of,
+    open_store,
     publish,
+    pull,
     read_manifest,
     repair,
     verify_all,
@@ -123,13 +128,64 @@ def test_a_copy_that_changes_while_it_is_taken_mends_nothing(tmp_path: Path, sto
     assert [item.problem for item in verify_all(store)] == ["missing"]
 
 
-def test_a_result_whose_artifact_is_not_there_is_told_and_cannot_be_mended(tmp_path: Path, store: Store) -> None:
-    artifact = publish(store, folder_of(tmp_path, "f", a="aaa"), "report")
+def test_a_manifest_is_made_again_from_a_folder_with_the_files_of_its_artifact(tmp_path: Path, store: Store) -> None:
+    """From a pull (which adds a file with sums) below a folder with other things; proved by its hash."""
+    artifact = publish(store, folder_of(tmp_path, "f", a="aaa", b="bbb"), "report")
+    result(store, "aa", artifact)
+    pull(store, artifact, tmp_path / "backups" / "pulled")
+    (tmp_path / "backups" / "note").write_text("something else")
+    key = f"manifests/{artifact[7:9]}/{artifact[7:]}.json"
+    for harm, words in ((lambda: store.delete(key), "is missing"), (lambda: store.put(key, b"{}"), "is damaged")):
+        harm()
+        found = list(verify_all(store))
+        assert words in str(found[0])
+        assert repair(store, found, FilesAtHand([]), [tmp_path / "nothing-there"]) == []
+        assert repair(store, found, FilesAtHand([tmp_path / "backups"]), [tmp_path / "backups"]) == found
+        assert list(verify_all(store)) == []
+    assert store.get(key) == read_manifest(store, artifact).to_json()
+    store.delete(key)
+    (tmp_path / "backups" / "pulled" / "a").write_text("aab")
+    found = list(verify_all(store))
+    assert [str(item) for item in found] == [f"results/sft/{'aa' * 32}.json: its artifact {artifact} is missing"]
+    assert repair(store, found, FilesAtHand([tmp_path / "backups"]), [tmp_path / "backups"]) == []
+
+
+def test_the_manifest_of_a_checkpoint_is_made_again_from_its_own_sums(tmp_path: Path, store: Store) -> None:
+    folder = folder_of(tmp_path, "f", a="aaa", b="bbb")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "c").write_text("ccc")
+    names = ("a", "b", "sub/c")
+    sums = "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
+    (folder / "SHA256SUMS").write_text(sums)
+    artifact = publish(store, folder, "checkpoint")
     result(store, "aa", artifact)
     store.delete(f"manifests/{artifact[7:9]}/{artifact[7:]}.json")
     found = list(verify_all(store))
-    assert [str(item) for item in found] == [f"results/sft/{'aa' * 32}.json: its artifact {artifact} is missing"]
-    assert repair(store, found, FilesAtHand([tmp_path / "f"])) == []
+    assert repair(store, found, FilesAtHand([])) == found
+    assert list(verify_all(store)) == []
+
+
+def test_a_manifest_and_blobs_that_were_fetched_are_put_back_from_the_cache(
+    tmp_path: Path, s3_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(s3_url)
+    artifact = publish(store, folder_of(tmp_path, "f", a="aaa", b="bbb"), "report")
+    result(store, "aa", artifact)
+    assert (
+        store_verbs.verify(s3_url, None, quick=False, with_ancestors=False, mend=True, sources=[], as_json=False) == 0
+    )
+    fetch(store, artifact, tmp_path / "fetched")
+    store.delete(f"manifests/{artifact[7:9]}/{artifact[7:]}.json")
+    blob = damage(store, "aaa", None)
+    capsys.readouterr()
+    assert (
+        store_verbs.verify(s3_url, None, quick=False, with_ancestors=False, mend=True, sources=[], as_json=False) == 0
+    )
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"mended: results/sft/{'aa' * 32}.json: its artifact {artifact} is missing",
+        f"mended: {blob} (a of artifact {artifact}): missing",
+    ]
+    assert list(verify_all(store)) == []
 
 
 def test_a_manifest_over_the_limit_is_refused_on_both_sides(

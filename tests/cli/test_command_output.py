@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from stages.artifacts import open_store, publish, write_run
+from flows.names import free_run_name
+from stages.artifacts import Store, open_store, promote, publish, resolve_digest, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "flows.cli"]
@@ -67,7 +68,8 @@ def test_a_closed_standard_output_is_no_error(folder: Path) -> None:
 def test_a_full_disk_under_standard_output_is_one_sentence(folder: Path) -> None:
     with open("/dev/full", "w") as full:
         done = headrace(folder, "status", "--store", "wärme", stdout=full)
-    assert (done.returncode, done.stderr) == (1, "headrace: No space left on device\n")
+    said = "headrace: no space is left on the disk; free some, or choose a place on another disk\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_a_current_folder_that_is_gone_is_a_bad_request(folder: Path) -> None:
@@ -84,7 +86,10 @@ def test_a_current_folder_that_is_gone_is_a_bad_request(folder: Path) -> None:
     ("arguments", "message"),
     [
         (("status", "--store", b"st\xff"), "its path is not UTF-8 text; give another with --store"),
-        (("status", "--store", "x" * 300), "cannot be opened: File name too long; give another with --store"),
+        (
+            ("status", "--store", "x" * 300),
+            "cannot be opened: File name too long; give another with --store",
+        ),
         (("plan", b"r\xff.yaml"), "is not UTF-8 text; rename the recipe"),
         (("plan", "x" * 300 + ".yaml"), "cannot be read: File name too long."),
         (("plan", "~nosuchuser/x.yaml"), "there is no such home folder."),
@@ -97,3 +102,69 @@ def test_a_name_that_no_file_can_have_is_one_sentence(
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+HOOK = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.kill(os.getpid(), signal.SIGINT)
+        return None
+
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize("module", ["flows.cli", "typer", "flows.listing", "stages.artifacts"])
+def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_word(folder: Path, module: str) -> None:
+    """The signal comes just when the module is looked for."""
+    (folder / "hook").mkdir()
+    (folder / "hook" / "sitecustomize.py").write_text(HOOK)
+    more = {"PYTHONPATH": f"{folder / 'hook'}:{ROOT}", "INTERRUPT_AT": module}
+    command = [sys.executable, "-m", "flows", "status", "--store", "wärme"]
+    done = subprocess.run(command, cwd=folder, env=environment(**more), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("key", "data", "arguments", "said", "left_out"),
+    [
+        ("runs/old-heron.json", b'{"id": "old-', ["status"], "brave-tern", "runs/old-heron.json in store"),
+        ("runs/old-heron.json", b"[]", ["lineage", "raw"], "source", "runs/old-heron.json in store"),
+        ("refs/bad.json", b"{}", ["refs"], "production", "refs/bad.json in store"),
+        (f"results/sft/{'ab' * 32}.json", b"{", ["du"], "1 artifact", f"results/sft/{'ab' * 32}.json in store"),
+        (f"manifests/ab/{'ab' * 32}.json", b"{", ["du"], "1 artifact", f"manifests/ab/{'ab' * 32}.json in store"),
+        ("logs/brave-tern/raw.jsonl", b'{"type": "log", "text": "hi"}\nxx\n{"ty', ["logs"], "hi", "1 of 2 lines"),
+    ],
+)
+def test_a_listing_names_what_is_damaged_and_shows_the_rest(
+    folder: Path, key: str, data: bytes, arguments: list[str], said: str, left_out: str
+) -> None:
+    store = open_store(folder / "wärme")
+    promote(store, "production", resolve_digest(store, store_digest(store)), who="me@here")
+    store.put(key, data)
+    done = headrace(folder, *arguments, "--store", "wärme")
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+    assert left_out in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert headrace(folder, "verify", "--store", "wärme").returncode == (1 if "logs/" not in key else 0)
+
+
+def store_digest(store: Store) -> str:
+    [info] = store.list("manifests/")
+    return info.key.rpartition("/")[2].removesuffix(".json")
+
+
+def test_a_store_whose_only_run_is_damaged_does_not_say_that_there_is_none(folder: Path) -> None:
+    store = open_store(folder / "wärme")
+    store.put("runs/brave-tern.json", b"{")
+    done = headrace(folder, "status", "--store", "wärme")
+    assert done.stdout == f"No run of store {folder / 'wärme'} can be read.\n"
+    assert "runs/brave-tern.json" in done.stderr
+    asked = headrace(folder, "status", "brave", "--store", "wärme")
+    assert asked.returncode == 2
+    assert "can be read; `headrace verify` names what is damaged" in asked.stderr
+    assert free_run_name(store, "brave-tern") == "brave-tern-2"

@@ -16,10 +16,15 @@ from typing import Any
 import pytest
 from toy_stages import Toys
 
+from flows import listing
+from flows.display import Board
 from flows.execute import Execution, RunResult, execute
+from flows.names import UnknownName, resolve
 from flows.plan import make_plan
 from flows.recipe import load_recipe
+from flows.reproduce import reproduce
 from flows.runners.process import ProcessRunner
+from flows.running import Request, outcome_lines
 from stages.artifacts import list_runs, open_store, read_log, read_run, results
 
 Event = dict[str, Any]
@@ -173,6 +178,34 @@ def test_an_attempt_is_repeated_only_where_that_can_help(
     monkeypatch.setattr("flows.execute._PAUSES", (0.01, 0.01))
     result = runs(runs.toys.recipe(ONE), f"a.trouble={trouble}").steps["a"]
     assert (result.status, result.code, result.attempts, result.message) == ("failed", code, attempts, message)
+
+
+def test_a_halted_step_names_its_checkpoint_and_the_next_run_gives_another_result(
+    runs: Runs, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, store_url = runs.toys.recipe(ONE), runs.toys.store
+    halted = runs(path, "a.trouble=tripwire@3")
+    step, store = halted.steps["a"], open_store(store_url)
+    assert step.kept is not None
+    assert step.artifact is None
+    told = "\n".join(outcome_lines(make_plan(load_recipe(path), store), halted, Board([]), Request(path), 1.0))
+    assert f"Its checkpoint is kept, apart from results: headrace lineage {step.kept}" in told
+    listing.pull_to(str(store_url), step.kept, tmp_path / "kept", as_json=False)
+    assert (tmp_path / "kept" / "step.txt").read_text() == "3"
+    listing.status(str(store_url), "run-1", 1, as_json=False)
+    listing.lineage(str(store_url), step.kept, all_files=False, as_mermaid=False, as_json=False)
+    shown = capsys.readouterr().out
+    assert f"(checkpoint kept: {step.kept})" in shown
+    assert "stage halted, run run-1" in shown
+    with pytest.raises(UnknownName):
+        resolve(store, "a")
+    with pytest.raises(UnknownName, match="kept from a halted run"):
+        reproduce(str(store_url), step.kept, as_json=False)
+    plan = make_plan(load_recipe(path), store)
+    assert plan["a"].status == "miss"
+    done = runs(path)
+    assert (done.steps["a"].status, done.steps["a"].kept) == ("done", None)
+    assert resolve(store, "a").digest == done.steps["a"].artifact != step.kept
 
 
 @pytest.mark.parametrize("trouble", ["kill@4", "crash@4"])

@@ -70,7 +70,11 @@ def run(context):
             if what == "abort":
                 os.abort()
             if what == "tripwire":
-                raise Tripwire("entropy fell to 0.08")
+                end = Tripwire("entropy fell to 0.08")
+                end.checkpoint = context.scratch / "halted"
+                end.checkpoint.mkdir()
+                (end.checkpoint / "step.txt").write_text(str(step))
+                raise end
             if what == "memory":
                 held = bytearray(os.urandom(1 << 20)) * 300
                 time.sleep(20)

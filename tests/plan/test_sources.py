@@ -2,14 +2,18 @@
 
 import hashlib
 import json
+import os
+import sys
 import sysconfig
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flows.recipe_model import InputRef, RecipeError
 from flows.sources import Source, bring, find_files, resolve
-from stages.artifacts import FolderStore, HashCache, fetch, open_store, promote, publish, read_manifest
+from stages.artifacts import FolderStore, HashCache, fetch, open_store, promote, publish, read_manifest, s3, s3_transfer
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -134,6 +138,40 @@ def test_the_digest_follows_a_file_that_changes_with_a_cache_too(data: Path, sto
     assert before.digest != after.digest
 
 
+def test_a_source_is_hashed_once_and_not_read_again_while_it_is_unchanged(
+    data: Path, store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By plan and run together, and by later ones not at all. To copy it into a folder reads it, once."""
+    hashed: list[str] = []
+
+    def spy(module: Any, name: str) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda path, *more, **how: (hashed.append(path.name), real(path, *more))[1])
+
+    spy(sys.modules["stages.artifacts.publish"], "hash_file")
+    spy(s3, "_hashes")
+    spy(s3_transfer, "hash_for_upload")
+    store = open_store(store_url)
+    time.sleep(2.1)  # what changed just now could change again unseen, and is not remembered
+    cache = HashCache(tmp_path / "hashes.json")
+    source = resolve(files("data/*.txt"), data.parent, store, cache)
+    cache.save()
+    assert hashed == ["a.txt", "b.txt"]
+    digest = bring(source, store, "run", cache)
+    assert digest == source.digest
+    again = HashCache(tmp_path / "hashes.json")
+    assert resolve(files("data/*.txt"), data.parent, store, again).digest == digest
+    assert hashed == ["a.txt", "b.txt"]
+    before = (data / "a.txt").stat()
+    (data / "a.txt").write_text("A.txt")  # as long as before, and with its old times put back
+    os.utime(data / "a.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert resolve(files("data/*.txt"), data.parent, store, again).digest != digest
+    assert hashed == ["a.txt", "b.txt", "a.txt"]
+    (data / "a.txt").write_text("B.txt")  # within the same moment: it was not remembered
+    assert resolve(files("data/*.txt"), data.parent, store, again).files
+    assert hashed == ["a.txt", "b.txt", "a.txt", "a.txt"]
+
+
 def model_folder(folder: Path, weights: str = "model.safetensors") -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "llama"}')
@@ -175,6 +213,16 @@ def test_links_that_lead_back_to_a_folder_around_them_are_refused(
         (tmp_path / "data" / "sub" / name).symlink_to("..")
     with pytest.raises(ValueError, match=rf"sub/{links[0]} is a link to a folder around it"):
         find_files((pattern,), tmp_path)
+
+
+def test_a_link_that_leads_nowhere_matters_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("a")
+    (tmp_path / "data" / "b.bin").symlink_to("nowhere")
+    assert [name for name, _ in find_files(("data/**/*.txt",), tmp_path)[1]] == ["a.txt"]
+    for pattern in ("data", "data/*", "data/**"):
+        with pytest.raises(ValueError, match=r"data/b\.bin is a link to a file that does not exist"):
+            find_files((pattern,), tmp_path)
 
 
 def test_a_link_to_a_folder_elsewhere_is_followed(tmp_path: Path) -> None:

@@ -64,6 +64,12 @@ def run(context):
             file.write("x" * 100_000)
     if config.behaviour == "tripwire":
         raise Tripwire("entropy fell")
+    if config.behaviour == "halt":
+        end = Tripwire("entropy fell")
+        end.checkpoint = context.scratch / "halted"
+        end.checkpoint.mkdir()
+        (end.checkpoint / "weights.txt").write_text("as they were")
+        raise end
     if config.behaviour == "nonfinite":
         raise NonFinite("loss is nan")
     if config.behaviour == "budget":

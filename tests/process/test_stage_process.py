@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from stages.artifacts import (
+    ancestors,
     append_log,
+    collect,
     fetch,
+    is_complete,
     open_store,
     publish,
     read_log,
@@ -68,7 +71,7 @@ def test_a_full_disk_under_the_scratch_folder_is_one_sentence(toy: Any) -> None:
     ended = toy.run(toy.spec(behaviour="full"))
     assert ended.returncode == 1
     scratch = toy.root / "scratch" / "one"
-    message = f"no space is left on the disk of {scratch}; free some, or give a store on another disk"
+    message = f"{scratch}: no space is left on the disk; free some, or choose a place on another disk"
     assert toy.parse(ended.stdout)[-1]["message"] == outcome_of(toy)["message"] == message
 
 
@@ -95,6 +98,29 @@ def test_every_way_to_end_has_its_code_and_sentence(
     assert list(results(open_store(toy.store))) == []
     traceback = [event for event in toy.parse(ended.stdout) if event.get("level") == "error"]
     assert len(traceback) == (1 if state == "crashed" else 0)
+
+
+def test_the_checkpoint_of_a_halted_run_is_kept_and_never_taken_for_its_result(toy: Any) -> None:
+    store = open_store(toy.store)
+    (toy.root / "data").mkdir()
+    (toy.root / "data" / "x").write_text("x")
+    data = publish(store, toy.root / "data", "source")
+    for _ in range(2):  # a run that is started again halts again
+        ended = toy.run(toy.spec(behaviour="halt", inputs={"data": data}))
+        outcome = toy.parse(ended.stdout)[-1]
+        assert (ended.returncode, outcome["code"], outcome["artifact"]) == (80, 80, None)
+    kept = outcome["kept"]
+    fetch(store, kept, toy.root / "kept")
+    assert (toy.root / "kept" / "weights.txt").read_text() == "as they were"
+    assert ancestors(store, kept) == [kept, data]
+    assert read_result(store, STAGE, KEY) is None
+    assert list(results(store, STAGE)) == []
+    [record] = results(store)
+    assert (record.stage, record.step, record.run, record.kind) == ("halted", "one", "run-1", "checkpoint")
+    assert record.record == {"stage": STAGE, "key": KEY, "why": "entropy fell"}
+    collect(store, delete=True, retention=3600.0, grace=0.0)
+    assert is_complete(store, kept)
+    assert list(verify_all(store)) == []
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from stages.tokenize.rows import Chat, Completion, Pair, Question, Text, fill, k
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
+EMPTY = {"role": "assistant", "content": ""}
 OTHER = {"role": "assistant", "content": "b"}
 
 
@@ -84,6 +85,12 @@ def test_a_prompt_keeps_the_other_columns() -> None:
         ("chat", {}, "missing_field", '"messages" is missing'),
         ("chat", {"prompt": "q"}, "missing_field", '"completion" is missing'),
         ("chat", {"messages": [USER]}, "no_target", "no turn of the assistant"),
+        ("chat", {"prompt": "q", "completion": " "}, "empty", '"completion" is empty'),
+        ("chat", {"messages": [USER, EMPTY]}, "empty", 'message 2 of "messages", a turn of the assistant, is empty'),
+        ("chat", {"messages": [USER, EMPTY, USER, ANSWER]}, "empty", "message 2"),
+        ("chat", {"prompt": [USER], "completion": [EMPTY]}, "empty", 'message 1 of "completion"'),
+        ("chat", {"messages": [{"role": "user", "content": "\n"}, ANSWER]}, "empty", "message 1 .* turn of the user"),
+        ("preference", {"prompt": [USER], "chosen": [ANSWER], "rejected": [EMPTY]}, "empty", 'of "rejected"'),
         ("chat", {"messages": {"role": "user"}}, "wrong_type", "must be a list of messages, not dict"),
         ("preference", {"prompt": "q", "chosen": "a"}, "missing_field", '"rejected" is missing'),
         ("preference", {"chosen": "a", "rejected": "b"}, "missing_field", '"prompt" is missing'),
@@ -103,6 +110,12 @@ def test_a_row_that_does_not_fit_names_its_field(format: str, row: dict[str, Any
     with pytest.raises(BadRow, match=message) as caught:
         parse(config(format), row)
     assert caught.value.reason == reason
+
+
+def test_a_turn_that_calls_a_tool_or_is_no_speakers_may_have_no_text() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    messages = [{"role": "system", "content": ""}, USER, call, {"role": "tool", "content": ""}, ANSWER]
+    assert parse(config("chat"), {"messages": messages}) == Chat(messages)
 
 
 def test_joining_needs_text_or_numbers() -> None:

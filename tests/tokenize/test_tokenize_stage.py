@@ -308,6 +308,48 @@ def test_equal_rows_that_are_kept_have_different_ids(tokenize: Any, folder: Any,
     assert second.id == f"{first.id}-2"
 
 
+FICKLE = """
+import random, time
+calls = []
+def fixed(seed):
+    rng = random.Random(seed)
+    for number in range(100):
+        yield {"text": f"{number} {rng.random()}", "set": sorted({"b", "a"})}
+def unseeded(seed):
+    for number in range(100):
+        yield {"id": number, "text": f"text {random.random()}"}
+def clock(seed):
+    for number in range(3):
+        yield {"text": "x", "when": {"ns": [time.perf_counter_ns()]}}
+def growing(seed):
+    calls.append(1)
+    for number in range(2 + len(calls)):
+        yield {"text": f"text {number}"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("fixed", ""),
+        ("unseeded", "'text' of row 1 is another one each time"),
+        ("clock", "'when' of row 1 is another one each time"),
+        ("growing", "row 4 is there one time and not the other"),
+    ],
+)
+def test_a_generator_that_makes_other_rows_each_time_is_refused(
+    tokenize: Any, tmp_path: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, words: str
+) -> None:
+    (tmp_path / f"fickle_{function}.py").write_text(FICKLE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = {"format": "text", "row_length": 32, "generators": [{"function": f"fickle_{function}:{function}"}]}
+    if not words:
+        tokenize(config, tokenizer=tokenizer_path)
+        return
+    with pytest.raises(Refused, match=rf"generator fickle_{function}:{function} makes other rows .*: {words}, so"):
+        tokenize(config, tokenizer=tokenizer_path)
+
+
 def test_limit_keeps_the_first_rows_and_train_only_keeps_a_generator_out_of_validation(
     tokenize: Any, folder: Any, tokenizer_path: Path
 ) -> None:

@@ -8,11 +8,15 @@ import torch
 from small_runs import folder_bytes, make_dataset, make_tokenizer, small_model
 from test_loop import Given, records
 
-from stages.contract import ExitCode, Refused, Resources, Tripwire
+from stages.contract import ExitCode, NonFinite, Refused, Resources, Tripwire
 from stages.grpo.config import Config as GrpoConfig
+from stages.modeling.checkpoint import load_model, load_tokenizer
 from stages.pretrain.config import Config as PretrainConfig
 from stages.pretrain.stage import run as pretrain
+from stages.sft.config import Config as SftConfig
+from stages.sft.stage import run as sft
 from stages.training import preflight
+from stages.training.causal_lm import CausalLM
 from stages.training.config import TrainingConfig
 from stages.training.device import prepare
 from stages.training.loop import train
@@ -104,6 +108,49 @@ def test_a_tripped_run_trips_again_until_the_threshold_changes_and_then_ends_wit
     assert {"type": "resumed", "at": step} in loose.events
     assert folder_bytes(loose.output) == folder_bytes(whole.output)
     assert tight.identity() == PretrainConfig(**plain).identity()
+
+
+SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+QUICK = {"train_batch_size": 4, "max_steps": 6, "learning_rate": 1e-2, "save_seconds": 0}
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_a_tripped_run_leaves_its_weights_as_a_checkpoint_that_opens(attempt, tmp_path, lora):
+    """Those of the step that tripped: the same as those of a run of so many steps (the schedule is constant)."""
+    data = make_dataset(tmp_path / "data")
+    inputs, stage, config = {"data": data}, pretrain, PretrainConfig
+    more = QUICK | {"lr_scheduler_type": "constant"}
+    if lora is not None:
+        base = attempt(PretrainConfig(**SIZE, **more | {"max_steps": 1}), inputs, key="99" * 32)
+        pretrain(base.context)
+        chats = make_dataset(tmp_path / "chats", holds="chat")
+        inputs, stage, config = {"data": chats, "model": base.output}, sft, SftConfig
+        more |= {"lora": lora}
+    else:
+        more |= SIZE
+    tripped = attempt(config(**more, tripwire_grad_norm=1e-9), inputs, key="aa" * 32)
+    with pytest.raises(Tripwire, match="saved at step 1 of 6") as caught:
+        stage(tripped.context)
+    short = attempt(config(**more | {"max_steps": 1}), inputs, key="bb" * 32)
+    short.context.side_outputs["adapter"] = tmp_path / "adapter"
+    (tmp_path / "adapter").mkdir()
+    stage(short.context)
+    kept = caught.value.checkpoint
+    assert load_tokenizer(kept).chat_template
+    assert (kept / "training.jsonl").read_bytes() == (short.output / "training.jsonl").read_bytes()
+    ours, theirs = load_model(kept).state_dict(), load_model(short.output).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_that_meets_no_finite_loss_leaves_the_weights_that_it_had(attempt, tmp_path, monkeypatch):
+    data = make_dataset(tmp_path / "data")
+    trial = attempt(PretrainConfig(**SIZE, **QUICK), {"data": data})
+    real = CausalLM.loss
+    monkeypatch.setattr(CausalLM, "loss", lambda *given: (real(*given)[0] * math.nan, {}))
+    with pytest.raises(NonFinite) as caught:
+        pretrain(trial.context)
+    assert all(param.isfinite().all() for param in load_model(caught.value.checkpoint).parameters())
 
 
 def test_the_loss_scale_halves_on_overflow_and_doubles_after_2000_steps_without():

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sampling"))
 from tiny_alignment import attempt, checkpoint, dataset, preference_rows, prompt_rows  # noqa: F401
 
 from stages.artifacts import fetch, publish
+from stages.modeling.checkpoint import load_model
 from stages.reference.config import Config as ReferenceConfig
 from stages.reference.stage import run as reference
 
@@ -119,6 +120,8 @@ def test_an_open_batch_of_completions_goes_on_with_another_number_of_ranks(stage
     key = key_of("open, 2 ranks, then 1")
     tripped = stages.run(key, 2, distribution="fsdp2", tripwire_grad_norm=1e-9, **settings)
     assert (tripped["code"], stages.progress(key)[0]) == (80, 1)  # between the two iterations of the first batch
+    fetch(stages.store, tripped["kept"], stages.folder / "kept")
+    assert load_model(stages.folder / "kept").num_parameters() > 0  # sharded weights were put together first
     records = stages.records(stages.run(key, 1, **settings))
     names = ("loss", "grad_norm", "reward", "entropy", "clip_ratio/region_mean")
     assert figures(records, *names) == pytest.approx(figures(whole, *names), abs=2e-4)

@@ -15,7 +15,7 @@ from stages.sft.config import Config
 from stages.sft.stage import run
 from stages.training.plot import draw_training
 from stages.training.throughput import flops_per_token, peak_flops, peak_memory, utilisation
-from stages.training.trackers import Trackers, start_trackers
+from stages.training.trackers import Trackers, run_name, start_trackers
 
 SETTINGS = {"max_steps": 6, "train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 2}
 
@@ -170,6 +170,9 @@ def test_tensorboard_is_shown_every_logged_step(attempt, tmp_path, monkeypatch):
     files = [path for path in (tmp_path / "boards").rglob("events.*") if b"tokens_per_second" in path.read_bytes()]
     assert len(files) == 1
     assert files[0].read_bytes().count(b"grad_norm") == 3  # steps 2, 4 and 6
+    again, other = Config(**SETTINGS), Config(**SETTINGS | {"learning_rate": 1e-3})
+    assert files[0].is_relative_to(tmp_path / "boards" / run_name(trial.context, again))
+    assert run_name(trial.context, other) != run_name(trial.context, again)
 
 
 def test_where_a_run_reports_to_is_no_identity():
