@@ -10,7 +10,6 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import islice
 from typing import Any
@@ -25,25 +24,37 @@ _READERS = 16
 _TOGETHER = 512  # objects of a bucket that are read ahead
 
 
-@dataclass
-class Refresh:
-    """One refresh, within one transaction."""
+_Rows = dict[str, list[tuple[Any, ...]]]  # table -> rows to insert
+_COLUMNS = {  # of what is inserted, in the order of the rows
+    "artifacts": "id, digest",
+    "objects": "id, key, part, mark, problem",
+    "runs": "id, object, name, recipe, state, started, finished, seconds",
+}
+_FLUSH = 50_000  # rows that are held back, for SQLite takes many at once several times as fast
 
-    db: sqlite3.Connection
-    store: Store
-    progress: Callable[[int], None]
-    artifact_ids: dict[str, int] = field(default_factory=dict)
-    path_ids: dict[str, int] = field(default_factory=dict)
-    touched: set[int] = field(default_factory=set)  # artifacts whose time and maker may be others now
+
+class Refresh:
+    """One refresh, within one transaction of `db`. Rows are held back and written many at a time."""
+
+    def __init__(self, db: sqlite3.Connection, store: Store, progress: Callable[[int], None]) -> None:
+        self.db, self.store, self.progress = db, store, progress
+        self._rows: dict[str, list[tuple[Any, ...]]] = {}  # table -> rows to insert
+        self._manifests: list[tuple[Any, ...]] = []  # updates of artifacts
+        self._held = 0
+        self._next: dict[str, int] = {}  # table -> the next id
+        self._ids: dict[str, dict[str, int]] = {"artifacts": {}, "paths": {}}
+        self._touched: set[int] = set()  # artifacts whose time and maker may be others now
+        for table in ("objects", "artifacts", "paths", "makings", "runs"):
+            self._next[table] = db.execute(f"SELECT coalesce(max(id), 0) + 1 FROM {table}").fetchone()[0]
+        self._empty = self._next["artifacts"] == 1
 
     def run(self) -> tuple[int, int]:
         """Returns how many objects were read, and how many are gone."""
         changed: list[tuple[ObjectInfo, str, int | None]] = []  # with its part, and its id where it was known
         gone: list[int] = []
         for prefix in PREFIXES:
-            known = dict(
-                map(tuple, self.db.execute("SELECT name, mark FROM parts WHERE name GLOB ?", (f"{prefix[:-1]}*",)))
-            )
+            sql = "SELECT name, mark FROM parts WHERE name GLOB ?"
+            known = dict(map(tuple, self.db.execute(sql, (f"{prefix[:-1]}*",))))
             seen = set()
             for part in changed_parts(self.store, prefix, known):
                 seen.add(part.name)
@@ -71,6 +82,7 @@ class Refresh:
             read += 1
             if read % 1000 == 0:
                 self.progress(read)
+        self._flush()
         self._settle(bool(gone))
         return read, len(gone)
 
@@ -97,28 +109,37 @@ class Refresh:
     def _take(self, info: ObjectInfo, part: str, number: int | None, data: bytes) -> None:
         if number is not None:
             self._forget(number)
-            self.db.execute(
-                "UPDATE objects SET mark = ?, part = ?, problem = '' WHERE id = ?", (info.mark, part, number)
-            )
-        else:
-            sql = "INSERT INTO objects(key, part, mark, problem) VALUES (?, ?, ?, '')"
-            number = self.db.execute(sql, (info.key, part, info.mark)).lastrowid
-            assert number is not None
+            self.db.execute("DELETE FROM objects WHERE id = ?", (number,))
+        number = self._new("objects")
         prefix = info.key.partition("/")[0]
         take = {"manifests": self._manifest, "results": self._result, "refs": self._ref, "runs": self._run}[prefix]
+        problem = ""
         try:
-            self.db.execute("SAVEPOINT object")
-            take(info, number, data)
-            self.db.execute("RELEASE object")
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            self.db.execute("ROLLBACK TO object")
-            self.db.execute("RELEASE object")
-            self.artifact_ids.clear()  # ids that were given since may be void
-            self.path_ids.clear()
-            problem = f"cannot be read: {type(error).__name__}: {str(error)[:200]}"
-            self.db.execute("UPDATE objects SET problem = ? WHERE id = ?", (problem, number))
+            rows = take(info, number, data)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, IndexError) as error:
+            rows, problem = {}, f"cannot be read: {type(error).__name__}: {str(error)[:200]}"
+        self._add("objects", [(number, info.key, part, info.mark, problem)])
+        for table, found in rows.items():
+            self._add(table, found)
 
-    def _manifest(self, info: ObjectInfo, number: int, data: bytes) -> None:
+    def _add(self, table: str, rows: list[tuple[Any, ...]]) -> None:
+        self._rows.setdefault(table, []).extend(rows)
+        self._held += len(rows)
+        if self._held > _FLUSH:
+            self._flush()
+
+    def _flush(self) -> None:
+        for table, rows in self._rows.items():
+            if rows:
+                columns = f"({_COLUMNS[table]})" if table in _COLUMNS else ""
+                self.db.executemany(f"INSERT INTO {table}{columns} VALUES ({', '.join('?' * len(rows[0]))})", rows)
+                rows.clear()
+        sql = "UPDATE artifacts SET kind = ?, size = ?, files = ?, present = 1, stored = ? WHERE id = ?"
+        self.db.executemany(sql, self._manifests)
+        self._manifests.clear()
+        self._held = 0
+
+    def _manifest(self, info: ObjectInfo, number: int, data: bytes) -> _Rows:
         match = re.fullmatch(r"manifests/([0-9a-f]{2})/(\1[0-9a-f]{62})\.json", info.key)
         if match is None:
             raise ValueError("is not the name of a manifest")
@@ -126,47 +147,43 @@ class Refresh:
             raise ValueError("its content has another hash than its name")
         value = from_json(data)
         artifact = self._artifact("sha256:" + match[2])
-        entries = value["files"]
-        size = sum(entry["size"] for entry in entries)
-        self.db.execute(
-            "UPDATE artifacts SET kind = ?, size = ?, files = ?, present = 1, stored = ? WHERE id = ?",
-            (value["kind"], size, len(entries), info.modified, artifact),
-        )
-        self.db.executemany(
-            "INSERT INTO files VALUES (?, ?, ?, ?)",
-            [(artifact, self._path(e["path"]), e["size"], bytes.fromhex(e["sha256"])) for e in entries],
-        )
-        self.touched.add(artifact)
+        files = [
+            (artifact, self._id("paths", entry["path"]), entry["size"], bytes.fromhex(entry["sha256"]))
+            for entry in value["files"]
+        ]
+        self._manifests.append((value["kind"], sum(row[2] for row in files), len(files), info.modified, artifact))
+        self._touched.add(artifact)
+        return {"files": files}
 
-    def _result(self, info: ObjectInfo, number: int, data: bytes) -> None:
+    def _result(self, info: ObjectInfo, number: int, data: bytes) -> _Rows:
         value = from_json(data, allow_inf_nan=True)
         if info.key != f"results/{value['stage']}/{value['key']}.json":
             raise ValueError("it belongs to another key")
+        rows: _Rows = {"makings": [], "outputs": [], "inputs": [], "metrics": []}
         for made, current in ((value, 1), *((older, 0) for older in value.get("history", []))):
-            self._making(made, number, current)
+            self._making(made, number, current, rows)
+        self._touched.update(artifact for _, _, artifact in rows["outputs"])
+        return rows
 
-    def _making(self, made: dict[str, Any], number: int, current: int) -> None:
-        environment, code = made.get("environment") or {}, (made.get("code") or {}).get("artifact")
-        device, devices = devices_of(environment)
-        making = self.db.execute(
-            "INSERT INTO makings(object, current, stage, step, key, run, started, finished, seconds, devices, device,"
-            " code) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    def _making(self, made: dict[str, Any], number: int, current: int, rows: _Rows) -> None:
+        making = self._new("makings")
+        code = (made.get("code") or {}).get("artifact")
+        device, devices = devices_of(made.get("environment") or {})
+        rows["makings"].append(
             (
-                *(number, current, made["stage"], made["step"], made["key"], made["run"]),
+                *(making, number, current, made["stage"], made["step"], made["key"], made["run"]),
                 *(_unix(made.get("started")), _unix(made["finished"]), float(made.get("seconds") or 0.0)),
                 *(devices, device, self._artifact(code) if code else None),
-            ),
-        ).lastrowid
+            )
+        )
         outputs = {"": made["artifact"], **(made.get("outputs") or {})}
-        named = [(making, name, self._artifact(digest)) for name, digest in outputs.items()]
-        self.db.executemany("INSERT INTO outputs VALUES (?, ?, ?)", named)
-        self.touched.update(artifact for _, _, artifact in named)
-        read = [(making, name, self._artifact(digest)) for name, digest in (made.get("inputs") or {}).items()]
-        self.db.executemany("INSERT INTO inputs VALUES (?, ?, ?)", read)
-        values = [(making, name, float(value)) for name, value in (made.get("metrics") or {}).items()]
-        self.db.executemany("INSERT INTO metrics VALUES (?, ?, ?)", values)
+        rows["outputs"] += [(making, name, self._artifact(digest)) for name, digest in outputs.items()]
+        inputs = made.get("inputs") or {}
+        rows["inputs"] += [(making, name, self._artifact(digest)) for name, digest in inputs.items()]
+        metrics = made.get("metrics") or {}
+        rows["metrics"] += [(making, name, float(value)) for name, value in metrics.items()]
 
-    def _ref(self, info: ObjectInfo, number: int, data: bytes) -> None:
+    def _ref(self, info: ObjectInfo, number: int, data: bytes) -> _Rows:
         value = from_json(data)
         name, history = info.key.removeprefix("refs/").removesuffix(".json"), value["history"]
         if value["name"] != name or history[-1]["artifact"] != value["artifact"]:
@@ -179,20 +196,17 @@ class Refresh:
             )
             for move in history
         ]
-        self.db.execute("DELETE FROM moves WHERE ref = ?", (name,))
-        self.db.executemany("INSERT INTO moves VALUES (?, ?, ?, ?, ?, ?, ?, ?)", moves)
-        latest = (name, number, self._artifact(value["artifact"]), len(moves), moves[-1][5])
-        self.db.execute("INSERT OR REPLACE INTO refs VALUES (?, ?, ?, ?, ?)", latest)
+        latest = (name, number, moves[-1][2], len(moves), moves[-1][5])
+        return {"moves": moves, "refs": [latest]}
 
-    def _run(self, info: ObjectInfo, number: int, data: bytes) -> None:
+    def _run(self, info: ObjectInfo, number: int, data: bytes) -> _Rows:
         value = from_json(data)
         name = info.key.removeprefix("runs/").removesuffix(".json")
         if value["id"] != name:
             raise ValueError("it is the document of another run")
-        values = (number, name, str(value.get("recipe") or ""), str(value.get("state") or ""))
+        run = self._new("runs")
         times = (_unix(value.get("started")), _unix(value.get("finished")), value.get("seconds"))
-        sql = "INSERT INTO runs(object, name, recipe, state, started, finished, seconds) VALUES (?, ?, ?, ?, ?, ?, ?)"
-        run = self.db.execute(sql, (*values, *times)).lastrowid
+        document = (run, number, name, str(value.get("recipe") or ""), str(value.get("state") or ""), *times)
         steps = [
             (
                 *(run, position, step, entry.get("stage"), entry.get("status"), entry.get("key")),
@@ -203,30 +217,33 @@ class Refresh:
             )
             for position, (step, entry) in enumerate((value.get("steps") or {}).items())
         ]
-        self.db.executemany("INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", steps)
-        found = [(run, name, self._artifact(digest)) for name, digest in (value.get("sources") or {}).items() if digest]
-        self.db.executemany("INSERT INTO sources VALUES (?, ?, ?)", found)
+        sources = value.get("sources") or {}
+        found = [(run, source, self._artifact(digest)) for source, digest in sources.items() if digest]
+        return {"runs": [document], "steps": steps, "sources": found}
 
     def _artifact(self, digest: str) -> int:
         """The id of an artifact, which may not be in the store (yet)."""
-        found = self.artifact_ids.get(digest)
+        if digest not in self._ids["artifacts"] and not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
+            raise ValueError(f"{digest[:80]!r} is not a digest")
+        return self._id("artifacts", digest)
+
+    def _id(self, table: str, value: str) -> int:
+        known = self._ids[table]
+        found = known.get(value)
         if found is None:
-            if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
-                raise ValueError(f"{digest[:80]!r} is not a digest")
-            row = self.db.execute("SELECT id FROM artifacts WHERE digest = ?", (digest,)).fetchone()
-            found = row[0] if row else self.db.execute("INSERT INTO artifacts(digest) VALUES (?)", (digest,)).lastrowid
-            assert found is not None
-            self.artifact_ids[digest] = found
+            if not self._empty:
+                column = "digest" if table == "artifacts" else "path"
+                row = self.db.execute(f"SELECT id FROM {table} WHERE {column} = ?", (value,)).fetchone()
+                found = row[0] if row else None
+            if found is None:
+                found = self._new(table)
+                self._add(table, [(found, value)])
+            known[value] = found
         return found
 
-    def _path(self, path: str) -> int:
-        found = self.path_ids.get(path)
-        if found is None:
-            row = self.db.execute("SELECT id FROM paths WHERE path = ?", (path,)).fetchone()
-            found = row[0] if row else self.db.execute("INSERT INTO paths(path) VALUES (?)", (path,)).lastrowid
-            assert found is not None
-            self.path_ids[path] = found
-        return found
+    def _new(self, table: str) -> int:
+        self._next[table] += 1
+        return self._next[table] - 1
 
     def _forget(self, number: int) -> None:
         """Remove what an object said."""
@@ -239,13 +256,13 @@ class Refresh:
                 self.db.execute(
                     "UPDATE artifacts SET present = 0, kind = '', size = 0, files = 0, stored = NULL WHERE id = ?", row
                 )
-                self.touched.add(row[0])
+                self._touched.add(row[0])
         elif prefix == "results":
             for (making,) in self.db.execute("SELECT id FROM makings WHERE object = ?", (number,)).fetchall():
                 for table in ("inputs", "metrics"):
                     self.db.execute(f"DELETE FROM {table} WHERE making = ?", (making,))
                 sql = "DELETE FROM outputs WHERE making = ? RETURNING artifact"
-                self.touched.update(artifact for (artifact,) in self.db.execute(sql, (making,)).fetchall())
+                self._touched.update(artifact for (artifact,) in self.db.execute(sql, (making,)).fetchall())
             self.db.execute("DELETE FROM makings WHERE object = ?", (number,))
         elif prefix == "refs":
             self.db.execute("DELETE FROM moves WHERE ref IN (SELECT name FROM refs WHERE object = ?)", (number,))
@@ -259,7 +276,7 @@ class Refresh:
         """Give each artifact that was touched its newest making and its time."""
         self.db.execute("CREATE TEMP TABLE IF NOT EXISTS touched(id INTEGER PRIMARY KEY)")
         self.db.execute("DELETE FROM touched")
-        self.db.executemany("INSERT INTO touched VALUES (?)", ((number,) for number in self.touched))
+        self.db.executemany("INSERT INTO touched VALUES (?)", ((number,) for number in self._touched))
         # These two are needed now; the others are made when the tables are filled.
         self.db.execute("CREATE INDEX IF NOT EXISTS outputs_artifact ON outputs(artifact)")
         newest = (
