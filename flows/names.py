@@ -2,7 +2,8 @@
 
 Resolving tries, in this order: an explicit "sha256:..." or "artifact:..."; an explicit "ref:..."; a reference, or an
 entry of its history ("production@3"); a run's step ("RUN/step", "RUN/step/output"); a step of the newest run that has
-it ("step", "step/output"); and at last the first digits of a digest. A name is never guessed: what is not found is an error with the nearest names.
+it ("step", "step/output"); and at last the first digits of a digest. A name is never guessed: what is not found is an
+error with the nearest names.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ def model_cost(index: Index, digest: str) -> Cost:
 def saved_by(index: Index, digest: str) -> tuple[int, DeviceSeconds]:
     """How often runs took the artifact from the store instead of computing it, and what that saved."""
     sql = """SELECT count(*) AS times, m.device, m.seconds * m.devices AS cost FROM steps s JOIN artifacts a
-        ON a.id = s.artifact JOIN makings m ON m.id = a.maker WHERE a.digest = ? AND s.status = 'cached' GROUP BY m.id"""
+        ON a.id = s.artifact JOIN makings m ON m.id = a.maker WHERE a.digest = ? AND s.status = 'cached'
+        GROUP BY m.id"""
     saved, times = Counter[str](), 0
     for row in index.rows(sql, (digest,)):
         times += row["times"]
