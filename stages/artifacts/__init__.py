@@ -4,6 +4,7 @@ The format of a store is specified in docs/artifacts.md.
 """
 
 from stages.artifacts.cache import open_cache
+from stages.artifacts.code import keep_code
 from stages.artifacts.fetch import fetch, is_complete, pull, read_manifest, resolve_digest
 from stages.artifacts.folder import FolderStore
 from stages.artifacts.gc import Collection, Garbage, collect
@@ -14,7 +15,7 @@ from stages.artifacts.reach import ancestors
 from stages.artifacts.refs import Move, Ref, check_ref_name, promote, read_ref, ref_names, refs, rollback
 from stages.artifacts.repair import FilesAtHand, is_about_manifest, repair
 from stages.artifacts.results import Result, parse_result, read_result, result_key, results, write_result
-from stages.artifacts.runs import append_log, list_runs, log_key, read_log, read_run, run_names, write_run
+from stages.artifacts.runs import LogTail, append_log, list_runs, log_key, read_log, read_run, run_names, write_run
 from stages.artifacts.secrets import find_secret, redact
 from stages.artifacts.store import (
     Damaged,
@@ -44,6 +45,7 @@ __all__ = [
     "Lease",
     "LeaseLost",
     "LeaseRecord",
+    "LogTail",
     "Manifest",
     "Move",
     "NotInStore",
@@ -71,6 +73,7 @@ __all__ = [
     "import_files",
     "is_about_manifest",
     "is_complete",
+    "keep_code",
     "leases",
     "list_runs",
     "log_key",
