@@ -55,9 +55,7 @@ def open_cache() -> BlobCache | None:
     size = parse_size(os.environ.get("HEADRACE_CACHE_SIZE", ""))
     if size == 0:
         return None
-    asked = os.environ.get("HEADRACE_CACHE_DIR")
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    root = Path(asked or os.path.join(home, "headrace")).absolute()
+    asked, root = os.environ.get("HEADRACE_CACHE_DIR"), cache_folder()
     try:
         for name in ("blobs", "partial"):
             (root / name).mkdir(parents=True, exist_ok=True)
@@ -67,6 +65,12 @@ def open_cache() -> BlobCache | None:
     if not usable and asked:
         raise StoreError(f"the cache folder {root} cannot be written; set HEADRACE_CACHE_DIR to another one")
     return BlobCache(root, size) if usable else None
+
+
+def cache_folder() -> Path:
+    """Where this user's caches on this machine lie, whether or not it is there: see `open_cache`."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("HEADRACE_CACHE_DIR") or os.path.join(home, "headrace")).absolute()
 
 
 def parse_size(text: str) -> int:

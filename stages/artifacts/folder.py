@@ -45,6 +45,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
+def file_mark(stat: os.stat_result) -> str:
+    """What tells a file from one that was renamed into its place, and from itself before it was written to."""
+    return f"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}"
+
+
 def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,7 +145,7 @@ class FolderStore:
                     stat = entry.stat()
                 except FileNotFoundError:
                     continue
-                yield ObjectInfo(path.relative_to(self.root).as_posix(), stat.st_size, stat.st_mtime)
+                yield ObjectInfo(path.relative_to(self.root).as_posix(), stat.st_size, stat.st_mtime, file_mark(stat))
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str | None:
         target = self._path(key)

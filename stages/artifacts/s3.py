@@ -171,7 +171,7 @@ class S3Store:
 
     def _infos(self, page: dict[str, Any]) -> builtins.list[ObjectInfo]:
         listed = s3_client.listed_objects(page)
-        return [ObjectInfo(name.removeprefix(self.prefix), size, changed) for name, size, changed in listed]
+        return [ObjectInfo(name.removeprefix(self.prefix), size, when, tag) for name, size, when, tag in listed]
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str | None:
         condition = {"IfNoneMatch": "*"} if if_absent else {} if if_match is None else {"IfMatch": if_match}

@@ -105,16 +105,20 @@ def _take_listing(response_dict: dict[str, Any], customized_response_dict: dict[
     listed = []
     for item in ElementTree.fromstring(b"<l>" + body[begin:end] + b"</l>"):
         key, size, date = item.findtext("Key", ""), item.findtext("Size", ""), item.findtext("LastModified", "")
-        listed.append((unquote_plus(key) if encoded else key, int(size), datetime.fromisoformat(date).timestamp()))
+        when, tag = datetime.fromisoformat(date).timestamp(), item.findtext("ETag", "")
+        listed.append((unquote_plus(key) if encoded else key, int(size), when, tag))
     response_dict["body"] = body[:begin] + body[end:]
     customized_response_dict[LISTED] = listed
 
 
-def listed_objects(answer: dict[str, Any]) -> list[tuple[str, int, float]]:
-    """Name, size and time of change (unix seconds) of the objects of one page of a listing."""
+def listed_objects(answer: dict[str, Any]) -> list[tuple[str, int, float, str]]:
+    """Name, size, time of change (unix seconds) and ETag of the objects of one page of a listing."""
     if LISTED in answer:
         return list(answer[LISTED])
-    return [(item["Key"], int(item["Size"]), item["LastModified"].timestamp()) for item in answer.get("Contents", [])]
+    return [
+        (item["Key"], int(item["Size"]), item["LastModified"].timestamp(), str(item.get("ETag", "")))
+        for item in answer.get("Contents", [])
+    ]
 
 
 def encryption() -> dict[str, str]:

@@ -53,11 +53,16 @@ class Damaged(StoreError):
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """One stored object: its key, size in bytes, and time of last change (unix seconds)."""
+    """One stored object: its key, size in bytes, and time of last change (unix seconds).
+
+    Attributes:
+        mark: what is another whenever the object was put again, where the store can tell; to compare, nothing else.
+    """
 
     key: str
     size: int
     modified: float
+    mark: str = ""
 
 
 class Store(Protocol):
