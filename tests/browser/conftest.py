@@ -17,7 +17,7 @@ import small_store
 from fastapi.testclient import TestClient
 
 from flows.lineage.browser.app import create_app
-from flows.lineage.browser.site import open_site
+from flows.lineage.browser.site import Site, open_site
 from stages.artifacts import open_store
 
 ROOT = Path(__file__).parents[2]
@@ -28,10 +28,12 @@ class Pages:
     """A small store with a client of its pages."""
 
     small: small_store.SmallStore
+    site: Site
     client: TestClient
 
     def text(self, path: str, status: int = 200) -> str:
-        """The HTML of a page."""
+        """The HTML of a page, after a look at what has changed in the store."""
+        self.site.look_again()
         answer = self.client.get(path, follow_redirects=False)
         assert answer.status_code == status, answer.text[:2000]
         return answer.text
@@ -46,9 +48,10 @@ def _small(tmp_path_factory: pytest.TempPathFactory) -> small_store.SmallStore:
     return small_store.build(open_store(folder / "store"), folder / "files")
 
 
-def _client(store: Path, root: str = "") -> TestClient:
-    app = create_app(open_site(str(store), root))
-    return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+def pages_of(small: small_store.SmallStore, root: str = "") -> Pages:
+    """The pages of a store, in this process."""
+    site = open_site(small.store.url, root)
+    return Pages(small, site, TestClient(create_app(site), base_url="http://localhost", raise_server_exceptions=False))
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +59,7 @@ def pages(_small: small_store.SmallStore, tmp_path_factory: pytest.TempPathFacto
     """The pages of the small store; no test changes it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADRACE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield Pages(_small, _client(Path(_small.store.url)))
+        yield pages_of(_small)
 
 
 @pytest.fixture
@@ -70,7 +73,7 @@ def own_pages(_small: small_store.SmallStore, tmp_path: Path, monkeypatch: pytes
         _small.source,
         {run: dict(made) for run, made in _small.made.items()},
     )
-    return Pages(small, _client(tmp_path / "store"))
+    return pages_of(small)
 
 
 @dataclass(frozen=True)

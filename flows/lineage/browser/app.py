@@ -37,8 +37,8 @@ def create_app(site: Site, hosts: Collection[str] = LOOPBACK) -> FastAPI:
         hosts: the names and addresses, without ports, that requests may be for.
     """
     templates = environment()
-    app = FastAPI(title="Headrace", docs_url=None, redoc_url=None, openapi_url=None, root_path=site.links.root)
-    app.add_middleware(Guard, hosts=hosts)
+    app = FastAPI(title="Headrace", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, hosts=hosts, root=site.links.root)
     app.mount("/static", StaticFiles(directory=HERE / "static"), name="static")
     common: dict[str, Any] = {
         "link": site.links,
@@ -168,11 +168,13 @@ def _raw(store: Store, entry: FileEntry, is_picture: bool) -> Response:
     else:
         kind = "application/octet-stream"
         headers["Content-Disposition"] = f"attachment; filename*=UTF-8''{quote(entry.path.rpartition('/')[2], safe='')}"
+    if (data := pieces.whole(store, entry)) is not None:
+        return Response(data, headers=headers, media_type=kind)
     return StreamingResponse(_checked(store, entry), headers=headers, media_type=kind)
 
 
 def _checked(store: Store, entry: FileEntry) -> Iterator[bytes]:
-    """The bytes of a file piece by piece; the last piece is held back until the hash of all is right, so that a damaged
+    """The bytes of a large file piece by piece; the last piece is held back until the hash of all is right, so that a damaged
     file is a download that breaks off."""
     digest, held = hashlib.sha256(), b""
     for start in range(0, entry.size, 1 << 20):

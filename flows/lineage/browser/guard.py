@@ -34,10 +34,12 @@ class Guard:
 
     Args:
         hosts: names and addresses, without ports, that requests may be for.
+        root: path that a proxy serves the pages under, which it may take away before it passes a request on, or leave.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, hosts: Collection[str], root: str = "") -> None:
         self.app = app
+        self.root = root
         self.hosts = frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +56,7 @@ class Guard:
 
         host = host_of(Headers(scope=scope).get("host", ""))
         if host in self.hosts:
-            await self.app(scope, receive, guarded)
+            await self.app({**scope, "root_path": self.root}, receive, guarded)
             return
         refusal = PlainTextResponse(
             f"These pages do not answer to the host name {host[:100]!r}. Name it with --allow-host if it is yours.\n",

@@ -131,18 +131,19 @@ def text_of(store: Store, entry: FileEntry, at: int = 0) -> Text:
         data = whole(store, entry) or b""
     else:
         at = max(0, min(at, entry.size - 1))
-        data = read_range(store, entry, at, PIECE)
+        data = read_range(store, entry, max(0, at - 1), PIECE + 1)
     return _text(data, at, entry.size)
 
 
 def _text(data: bytes, at: int, total: int) -> Text:
+    """A piece from byte `at` on; `data` begins a byte earlier, which tells whether a line begins there."""
     if b"\0" in data:
         shown = data[:512]
         lines = (f"{at + start:08x}  {shown[start : start + 16].hex(' ')}" for start in range(0, len(shown), 16))
         return Text("\n".join(lines), at, at + len(shown), total, binary=True)
-    if at:  # a piece asked for by its place begins with the next whole line
+    if at:
         skipped = data.find(b"\n") + 1
-        data, at = data[skipped:], at + skipped
+        data, at = data[max(1, skipped) :], at + max(0, skipped - 1)
     if at + len(data) < total and (end := data.rfind(b"\n") + 1):
         data = data[:end]
     return Text(data.decode("utf-8", "replace"), at, at + len(data), total)
@@ -218,7 +219,7 @@ def log_piece(store: Store, run: str, step: str, at: int | None = None, length: 
     start = max(0, total - length) if at is None else max(0, min(at, total))
     data, passed = b"", 0
     for info in parts:
-        first, last = max(start - passed, 0), min(start + length - passed, info.size)
+        first, last = max(start - 1 - passed, 0), min(start + length - passed, info.size)
         if first < last:
             data += store.get_range(info.key, first, last - first)
         passed += info.size

@@ -98,6 +98,7 @@ def _bind(address: Address) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address.host, address.port))
+        listener.listen(128)  # whoever comes before the index is made waits
         return listener
     except OSError as error:
         hint = "; give another --port, or 0 for any" if error.errno == errno.EADDRINUSE else ""

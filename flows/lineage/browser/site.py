@@ -51,6 +51,10 @@ class Site:
                 self._next_look = time.monotonic() + max(_PAUSE, 5 * took)
         return self._index
 
+    def look_again(self) -> None:
+        """Have the next question look for changes, whenever the last look was."""
+        self._next_look = 0.0
+
     def command(self, *words: str) -> str:
         """A `headrace` command on this store, to copy."""
         return shlex.join(["headrace", *words, "--store", self.store.url])
