@@ -77,7 +77,7 @@ def tokenizer() -> Tokenizer:
 
 
 def dataset_files(folder: Path, rows: int = 12, length: int = 96) -> dict[str, bytes]:
-    """The files of a chat dataset: each row packs the three documents, of which all but the first 5 tokens are trained."""
+    """The files of a chat dataset: each row packs the three documents; all but their first 5 tokens are trained."""
     made = tokenizer()
     folder.mkdir(parents=True, exist_ok=True)
     packed = create_packed(folder / "train.safetensors", rows, length)

@@ -134,7 +134,7 @@ def test_a_file_leads_to_everything_made_from_it_and_the_references_there(pages:
     told = plain(text)
     made = {digest for run in pages.small.made.values() for digest in run.values()}
     assert len(made) == 9  # the rollouts of both runs are the same bytes
-    assert f"9 artifacts were made from it: 5 checkpoints, 1 dataset, 2 reports, 1 rollouts" in told
+    assert "9 artifacts were made from it: 5 checkpoints, 1 dataset, 2 reports, 1 rollouts" in told
     assert all(f'href="/artifact/{digest}"' in text for digest in made)
     assert 'href="/ref/production"' in text
     weights = hash_of(pages, pages.digest("grpo", FIRST), "model.safetensors")

@@ -72,7 +72,7 @@ def test_long_names_are_cut_and_told_in_full() -> None:
     name = "a-very-long-name-of-a-step-that-no-box-could-hold"
     drawing = draw([Box("x", name, "note")], [])
     assert drawing.boxes[0].title.endswith("…")
-    assert drawing.boxes[0].label == f"{name} · note"
+    assert drawing.boxes[0].label == f"{name} note"
 
 
 def test_a_chart_has_round_values_and_tells_its_figures_in_words() -> None:

@@ -174,7 +174,7 @@ def _raw(store: Store, entry: FileEntry, is_picture: bool) -> Response:
 
 
 def _checked(store: Store, entry: FileEntry) -> Iterator[bytes]:
-    """The bytes of a large file piece by piece; the last piece is held back until the hash of all is right, so that a damaged
+    """The bytes of a large file piece by piece; the last is held back until the hash of all is right, so that a damaged
     file is a download that breaks off."""
     digest, held = hashlib.sha256(), b""
     for start in range(0, entry.size, 1 << 20):

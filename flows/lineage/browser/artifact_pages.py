@@ -162,11 +162,11 @@ def _content(site: Site, digest: str, manifest: Manifest) -> dict[str, Any]:
         content["model"] = _model(site, entry)
     if manifest.kind == "dataset":
         content["dataset"] = rows.dataset_info(site.store, manifest)
-    if manifest.kind == "report" and (entry := entry_of(manifest, "report.json")) is not None:
-        if report := read_report(site, entry):
-            headings, table = summary.results_table(report)
-            content["report"] = {"headings": headings, "rows": table, "counts": report.get("counts") or {}}
-            content["samples"] = _samples(report)
+    entry = entry_of(manifest, "report.json") if manifest.kind == "report" else None
+    if entry is not None and (report := read_report(site, entry)):
+        headings, table = summary.results_table(report)
+        content["report"] = {"headings": headings, "rows": table, "counts": report.get("counts") or {}}
+        content["samples"] = _samples(report)
     for path in ("rollouts.parquet", "completions.parquet", "logprobs.parquet"):
         if (entry := entry_of(manifest, path)) is not None and entry.size:
             content |= {"table": rows.read_table(site.store, entry, hidden=_HIDDEN), "table_path": path}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from flows.lineage.browser.layout import Placement, Point, place
 
@@ -111,7 +112,7 @@ def _width(boxes: Sequence[Box], most: float) -> float:
 def _box(box: Box, placement: Placement) -> DrawnBox:
     x, y = placement.boxes[box.name]
     room = placement.box[0] - _PADDING
-    label = " · ".join(filter(None, [box.title, box.note]))
+    label = " ".join(filter(None, [box.title, box.note]))
     title_room = room - (16 if box.sign else 0)
     return DrawnBox(
         box,
@@ -131,7 +132,7 @@ def _path(points: Sequence[Point], down: bool) -> str:
     """Curves between layers, straight lines through them."""
     moved = [(x + _MARGIN, y + _MARGIN) for x, y in points]
     parts = [f"M{_at(moved[0])}"]
-    for number, (start, end) in enumerate(zip(moved, moved[1:], strict=False)):
+    for number, (start, end) in enumerate(pairwise(moved)):
         if number % 2:
             parts.append(f"L{_at(end)}")
         elif down:

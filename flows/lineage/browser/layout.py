@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 _SWEEPS = 6  # more change little on graphs that a page can show
 _BEND = 10.0  # the room across the layers that an arrow takes in passing
@@ -192,7 +193,7 @@ def _neighbours(joins: Sequence[tuple[_Cell, _Cell]]) -> tuple[dict[_Cell, list[
 
 def _crossings(layers: Sequence[Sequence[_Cell]], after: Mapping[_Cell, list[_Cell]]) -> int:
     total = 0
-    for layer, following in zip(layers, layers[1:], strict=False):
+    for layer, following in pairwise(layers):
         place_of = {cell: index for index, cell in enumerate(following)}
         passed: list[int] = []
         for cell in layer:
@@ -237,7 +238,7 @@ def _spread(wishes: Sequence[float], rooms: Sequence[float], gap: float) -> list
     that do gives the nearest such sequence.
     """
     offsets = [0.0]
-    for room, following in zip(rooms, rooms[1:], strict=False):
+    for room, following in pairwise(rooms):
         offsets.append(offsets[-1] + (room + following) / 2 + gap)
     pools: list[tuple[float, int]] = []
     for wish, offset in zip(wishes, offsets, strict=False):

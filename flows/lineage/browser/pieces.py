@@ -1,9 +1,9 @@
 """Looking into files of artifacts and logs without reading more than a page can show.
 
 Invariants:
-- What is small is read whole and its hash is checked (`whole`); of what is large only pieces are read, and whoever shows
-  them says that they were not checked.
-- A file is found by the manifest of its artifact, and read by its hash: no path given by a visitor ever reaches a store.
+- What is small is read whole and its hash is checked (`whole`); of what is large only pieces are read, and whoever
+  shows them says that they were not checked.
+- A file is found by the manifest of its artifact, and read by its hash: no path given by a visitor reaches a store.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Text:
     """A piece of a text.
 
     Attributes:
-        start, end: where it lies in the whole, in bytes; it begins and ends with whole lines where lines are short enough.
+        start, end: where it lies in the whole, in bytes; it begins and ends with whole lines where these are short.
         total: bytes of the whole.
         binary: whether it is no text; `text` shows bytes as hexadecimal digits then.
     """
