@@ -32,7 +32,16 @@ from flows.record import git_state, run_document, step_document
 from flows.runners.base import Handle, Runner, RunnerError
 from flows.scratch import ScratchFolders
 from flows.sources import bring
-from stages.artifacts import Result, StoreError, append_log, log_key, read_result, write_result, write_run
+from stages.artifacts import (
+    Result,
+    StoreError,
+    append_log,
+    keep_code,
+    log_key,
+    read_result,
+    write_result,
+    write_run,
+)
 from stages.contract import VERDICTS, ExitCode, StageSpec
 
 Listener = Callable[[dict[str, Any]], None]
@@ -290,11 +299,13 @@ class Execution:
         assert planned.artifact is not None
         result = read_result(self.plan.store, step.stage, planned.accepted_from or planned.key)
         if planned.accepted_from is not None and result is not None:
+            code = planner.code(step)
+            kept = keep_code(self.plan.store, code.whole.sources())
             changed: dict[str, Any] = {
                 "key": planned.key,
                 "step": step.name,
                 "run": self.run_id,
-                "code": planner.code(step).record,
+                "code": code.record | {"artifact": kept},
                 "accepted_from": planned.accepted_from,
                 "history": [],
             }

@@ -115,10 +115,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Code:
-    """The code of a step: `part` is what of it enters the key, `record` is kept with the result."""
+    """The code of a step: `part` is what of it enters the key, `record` is kept with the result, `whole` is all."""
 
     part: str | dict[str, Any]
     record: dict[str, Any]
+    whole: Fingerprint
 
 
 class Planner:
@@ -155,7 +156,7 @@ class Planner:
             record |= {"user": part["user"], "user_files": user.files}
         if self.recipe.environment == "identity":
             part = {"code": part, "environment": self.environment}
-        return Code(part, record)
+        return Code(part, record, whole)
 
     def key(self, step: Step, inputs: dict[str, str]) -> str:
         """The key of a step whose inputs (name -> digest) are known.

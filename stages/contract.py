@@ -27,7 +27,7 @@ from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-KINDS = ("source", "dataset", "checkpoint", "logprobs", "rollouts", "report", "adapter")
+KINDS = ("source", "dataset", "checkpoint", "logprobs", "rollouts", "report", "adapter", "code", "origins")
 
 
 class ExitCode(IntEnum):

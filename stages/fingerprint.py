@@ -50,10 +50,23 @@ class Fingerprint:
         files: path relative to its import root ->
             {"sha256": hash of the normalised module, "definitions": {name: hash}}. A definition is a top-level
             function, class or assigned name; "" stands for all other top-level statements.
+        paths: the same paths -> the file on this machine. Not for records.
     """
 
     digest: str
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict, compare=False)
+
+    def sources(self) -> dict[str, bytes]:
+        """The content of each file, read now.
+
+        Raises:
+            CodeError: one cannot be read.
+        """
+        try:
+            return {path: file.read_bytes() for path, file in self.paths.items()}
+        except OSError as error:
+            raise CodeError(f"cannot read {error.filename}: {error.strerror or error}") from error
 
 
 def stage_fingerprint(stage: str, user_code: Iterable[str], python_path: Iterable[Path]) -> Fingerprint:
@@ -88,11 +101,14 @@ def user_fingerprint(user_code: Iterable[str], python_path: Iterable[Path]) -> F
 
 def _fingerprint(search: _Search, start: Iterable[str]) -> Fingerprint:
     files: dict[str, dict[str, Any]] = {}
+    paths: dict[str, Path] = {}
     for found in sorted(_closure(search, start), key=lambda found: found.relative):
         module = _parse(found)
         files[found.relative] = {"sha256": module.sha256, "definitions": module.definitions}
+        assert found.file is not None
+        paths[found.relative] = found.file
     digest = sha256_hex(canonical_json({path: entry["sha256"] for path, entry in files.items()}))
-    return Fingerprint("sha256:" + digest, files)
+    return Fingerprint("sha256:" + digest, files, paths)
 
 
 def difference(old_files: Mapping[str, Any], new_files: Mapping[str, Any]) -> str:

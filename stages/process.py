@@ -39,6 +39,7 @@ from stages.artifacts import (
     WorkArea,
     acquire,
     fetch,
+    keep_code,
     log_key,
     open_store,
     parse_result,
@@ -62,7 +63,7 @@ from stages.contract import (
 )
 from stages.environment import environment
 from stages.events import EventStream, StopFlag, json_line
-from stages.fingerprint import CodeError, difference, stage_fingerprint
+from stages.fingerprint import CodeError, Fingerprint, difference, stage_fingerprint
 from stages.ranks import explain, follower_context, run_ranks
 
 CRASHED = 1
@@ -249,7 +250,8 @@ def _compute(
         raise Refused(f"cannot make the scratch folder {scratch}: {error.strerror or error}") from error
     inputs = _fetch_inputs(spec, config, store, scratch / "inputs", stop)
     run, loaded = _import_stage(spec)
-    _check_code(spec, config)
+    sources = _code(spec, config).sources()
+    _check_code(spec, config)  # after they were read, so they are what was planned
     work = WorkArea(store, spec.key, scratch / "work", warn=lambda text: _warn(emit, text), lease=lease)
     context = StageContext(
         config=config,
@@ -270,7 +272,7 @@ def _compute(
         _check_late_code(spec, config, loaded)
         try:
             lease.check()  # before anything is uploaded in vain
-            return _finish(spec, config, context, store, work, lease, code, emit, started, begun)
+            return _finish(spec, config, context, store, work, lease, code, sources, emit, started, begun)
         except LeaseLost as error:
             raise Stopped(str(error)) from error
 
@@ -358,13 +360,17 @@ def _check_code(spec: StageSpec, config: StageConfig) -> dict[str, Any]:
     """
     planned = spec.record.get("code") or {}
     try:
-        now = stage_fingerprint(spec.stage, config.user_code(), [Path(folder) for folder in spec.python_path])
+        now = _code(spec, config)
     except CodeError as error:
         raise Refused(str(error)) from None
     if planned.get("digest") not in (None, now.digest):
         where = difference(planned.get("files", {}), now.files)
         raise Refused(f"the code changed after the run was planned{': ' + where if where else ''}; run it again")
     return {"digest": now.digest, "files": now.files} | planned
+
+
+def _code(spec: StageSpec, config: StageConfig) -> Fingerprint:
+    return stage_fingerprint(spec.stage, config.user_code(), [Path(folder) for folder in spec.python_path])
 
 
 def _check_late_code(spec: StageSpec, config: StageConfig, loaded: set[str]) -> None:
@@ -377,7 +383,7 @@ def _check_late_code(spec: StageSpec, config: StageConfig, loaded: set[str]) -> 
     if not planned:
         return
     try:
-        now = stage_fingerprint(spec.stage, config.user_code(), [Path(folder) for folder in spec.python_path]).files
+        now = _code(spec, config).files
     except CodeError:
         return  # broken by an edit after everything was loaded
     for path in planned.keys() & now.keys():
@@ -427,6 +433,7 @@ def _finish(
     work: WorkArea,
     lease: Lease,
     code: dict[str, Any],
+    sources: dict[str, bytes],
     emit: EventStream,
     started: str,
     begun: float,
@@ -439,6 +446,7 @@ def _finish(
 
     def put() -> Result:
         artifact, outputs = _publish(store, config, context)
+        kept = keep_code(store, sources, context.scratch)
         result = Result(
             artifact=artifact,
             outputs=outputs,
@@ -450,7 +458,7 @@ def _finish(
             config=config.model_dump(mode="json"),
             identity=config.identity(),
             inputs=spec.inputs,
-            code=code,
+            code=code | {"artifact": kept},
             environment=environment() | {"processes": spec.resources.processes},
             started=started,
             finished=_now(),

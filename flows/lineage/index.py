@@ -19,9 +19,10 @@ The schema (ids are SQLite's; times are unix seconds, REAL; `digest` is "sha256:
     meta(name, value)                            store, schema, refreshed
     parts(name, mark)                            folders as they were at the last look
     objects(id, key, part, mark, problem)        every manifest, result, ref and run; problem "" where it could be read
-    artifacts(id, digest, kind, size, files, present, time, maker)
+    artifacts(id, digest, kind, size, files, present, stored, time, maker, stage, step, run, output)
         size: bytes of all files; files: how many; present: 1 while the manifest is there and sound (else kind "");
-        time: when its newest making ended, or its manifest was put; maker: that making, NULL for imported data
+        time: when its newest making ended, or its manifest was put (`stored`); maker: that making, NULL for imported
+        data; stage, step, run: of that making ("" for none); output: which output of it this is, "" for the main one
     paths(id, path)                              every path that a manifest has, once
     files(artifact, path, size, sha256)          sha256 as 32 bytes
     makings(id, object, current, stage, step, key, run, started, finished, seconds, devices, device, code)
@@ -56,14 +57,15 @@ from flows.lineage.refresh import Refresh
 from stages.artifacts import Store, StoreError
 from stages.artifacts.cache import cache_folder
 
-SCHEMA = 1
+SCHEMA = 2
 _WAIT_SECONDS = 600.0  # for another process that refreshes; the first index of a large bucket takes minutes
 _TABLES = """
 CREATE TABLE meta(name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE parts(name TEXT PRIMARY KEY, mark TEXT) WITHOUT ROWID;
 CREATE TABLE objects(id INTEGER PRIMARY KEY, key TEXT UNIQUE, part TEXT, mark TEXT, problem TEXT);
 CREATE TABLE artifacts(id INTEGER PRIMARY KEY, digest TEXT UNIQUE, kind TEXT DEFAULT '', size INTEGER DEFAULT 0,
-    files INTEGER DEFAULT 0, present INTEGER DEFAULT 0, stored REAL, time REAL, maker INTEGER);
+    files INTEGER DEFAULT 0, present INTEGER DEFAULT 0, stored REAL, time REAL, maker INTEGER, stage TEXT DEFAULT '',
+    step TEXT DEFAULT '', run TEXT DEFAULT '', output TEXT DEFAULT '');
 CREATE TABLE paths(id INTEGER PRIMARY KEY, path TEXT UNIQUE);
 CREATE TABLE files(artifact INTEGER, path INTEGER, size INTEGER, sha256 BLOB);
 CREATE TABLE makings(id INTEGER PRIMARY KEY, object INTEGER, current INTEGER, stage TEXT, step TEXT, key TEXT, run TEXT,
@@ -84,11 +86,15 @@ CREATE TABLE sources(run INTEGER, input TEXT, artifact INTEGER);
 _INDICES = """
 CREATE INDEX IF NOT EXISTS objects_part ON objects(part);
 CREATE INDEX IF NOT EXISTS objects_problem ON objects(problem) WHERE problem != '';
-CREATE INDEX IF NOT EXISTS artifacts_time ON artifacts(time DESC, id DESC);
-CREATE INDEX IF NOT EXISTS artifacts_kind ON artifacts(kind, time DESC, id DESC);
+CREATE INDEX IF NOT EXISTS artifacts_time ON artifacts(time DESC, id DESC) WHERE present = 1;
+CREATE INDEX IF NOT EXISTS artifacts_kind ON artifacts(kind, time DESC, id DESC) WHERE present = 1;
+CREATE INDEX IF NOT EXISTS artifacts_stage ON artifacts(stage, time DESC, id DESC) WHERE present = 1;
+CREATE INDEX IF NOT EXISTS artifacts_step ON artifacts(step, time DESC, id DESC) WHERE present = 1;
+CREATE INDEX IF NOT EXISTS artifacts_maker ON artifacts(maker);
+CREATE INDEX IF NOT EXISTS artifacts_run ON artifacts(run, time DESC, id DESC) WHERE present = 1;
 CREATE INDEX IF NOT EXISTS files_artifact ON files(artifact);
 CREATE INDEX IF NOT EXISTS files_sha256 ON files(sha256);
-CREATE INDEX IF NOT EXISTS files_path ON files(path);
+CREATE INDEX IF NOT EXISTS files_path ON files(path, artifact);
 CREATE INDEX IF NOT EXISTS makings_object ON makings(object);
 CREATE INDEX IF NOT EXISTS makings_key ON makings(key);
 CREATE INDEX IF NOT EXISTS makings_code ON makings(code);

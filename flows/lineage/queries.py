@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from flows.lineage.index import Index
 
+_RARE = 3000  # values of a metric, from which on it is common
+
 
 @dataclass(frozen=True)
 class Artifact:
@@ -165,8 +167,7 @@ class Problem:
 
 # Artifacts
 
-_COLUMNS = """a.digest, a.kind, a.size, a.files, a.present, a.time, m.stage, m.step, m.key, m.run, m.seconds,
-    (SELECT o.name FROM outputs o WHERE o.making = a.maker AND o.artifact = a.id LIMIT 1) AS output
+_COLUMNS = """a.digest, a.kind, a.size, a.files, a.present, a.time, a.stage, a.step, a.run, a.output, m.key, m.seconds
     FROM artifacts a LEFT JOIN makings m ON m.id = a.maker"""
 _ARTIFACT = f"SELECT {_COLUMNS}"
 _WITH_IDS = f"SELECT a.id AS id, a.maker AS maker, {_COLUMNS}"
@@ -208,7 +209,9 @@ def artifacts(
     """The artifacts that are in the store, newest first; those of a kind, or whose newest making is of a stage, step or
     run."""
     where, parameters = _where(kind, stage, step, run)
-    sql = f"{_ARTIFACT} WHERE {where} ORDER BY a.time DESC, a.id DESC LIMIT ? OFFSET ?"
+    # The page is found on an index alone; only its rows are joined with their makings.
+    page = f"SELECT a.id FROM artifacts a WHERE {where} ORDER BY a.time DESC, a.id DESC LIMIT ? OFFSET ?"
+    sql = f"{_ARTIFACT} WHERE a.id IN ({page}) ORDER BY a.time DESC, a.id DESC"
     return [_artifact(row) for row in index.rows(sql, (*parameters, limit, offset))]
 
 
@@ -217,13 +220,13 @@ def count_artifacts(
 ) -> int:
     """How many artifacts `artifacts` would list without a limit."""
     where, parameters = _where(kind, stage, step, run)
-    sql = f"SELECT count(*) FROM artifacts a LEFT JOIN makings m ON m.id = a.maker WHERE {where}"
+    sql = f"SELECT count(*) FROM artifacts a WHERE {where}"
     return int(index.rows(sql, parameters)[0][0])
 
 
 def _where(kind: str | None, stage: str | None, step: str | None, run: str | None) -> tuple[str, list[str]]:
     conditions, parameters = ["a.present = 1"], []
-    for column, value in (("a.kind", kind), ("m.stage", stage), ("m.step", step), ("m.run", run)):
+    for column, value in (("a.kind", kind), ("a.stage", stage), ("a.step", step), ("a.run", run)):
         if value is not None:
             conditions.append(f"{column} = ?")
             parameters.append(value)
@@ -319,14 +322,21 @@ def holders(index: Index, sha256: str, *, limit: int = 1000) -> list[tuple[Artif
 
 
 def files_named(index: Index, text: str, *, limit: int = 50) -> list[File]:
-    """Distinct files whose path has `text` in it, whatever the case; imported data first, then the newest."""
+    """Distinct files whose path has `text` in it, whatever the case; imported data first, then the newest.
+
+    Of each path the `limit` that were indexed last are looked at, for some paths are in every checkpoint.
+    """
     pattern = f"%{_escape(text)}%"
-    sql = """SELECT p.path, f.size, hex(f.sha256) AS sha256, max(coalesce(a.time, 0)) AS time,
-        max(a.kind = 'source') AS raw
-        FROM paths p JOIN files f ON f.path = p.id JOIN artifacts a ON a.id = f.artifact
-        WHERE p.id IN (SELECT id FROM paths WHERE path LIKE ? ESCAPE '\\' LIMIT 2000)
-        GROUP BY p.id, f.sha256 ORDER BY raw DESC, time DESC LIMIT ?"""
-    return [File(row["path"], row["size"], row["sha256"].lower()) for row in index.rows(sql, (pattern, limit))]
+    paths = index.rows("SELECT id FROM paths WHERE path LIKE ? ESCAPE '\\' ORDER BY length(path) LIMIT 200", (pattern,))
+    sql = """SELECT p.path, f.size, f.sha256, coalesce(a.time, 0) AS time, a.kind = 'source' AS raw
+        FROM files f JOIN paths p ON p.id = f.path JOIN artifacts a ON a.id = f.artifact
+        WHERE f.path = ? ORDER BY f.artifact DESC LIMIT ?"""
+    found: dict[File, tuple[bool, float]] = {}
+    for (path,) in paths:
+        for row in index.rows(sql, (path, limit)):
+            file = File(row["path"], row["size"], row["sha256"].hex())
+            found[file] = max(found.get(file, (False, 0.0)), (bool(row["raw"]), row["time"]))
+    return sorted(found, key=lambda file: found[file], reverse=True)[:limit]
 
 
 def _escape(text: str) -> str:
@@ -450,11 +460,14 @@ def metric_names(index: Index) -> list[str]:
 
 def with_metric(index: Index, name: str, *, limit: int = 50, offset: int = 0) -> list[tuple[Artifact, float]]:
     """The main artifacts whose newest making has the metric, with its value; newest first."""
-    sql = (
-        f"SELECT x.*, v.value FROM metrics v JOIN"
-        f" ({_WITH_IDS}) x ON x.maker = v.making"
-        " WHERE v.name = ? AND x.output = '' ORDER BY x.time DESC, x.id DESC LIMIT ? OFFSET ?"
+    rare = len(index.rows("SELECT 1 FROM metrics WHERE name = ? LIMIT ?", (name, _RARE))) < _RARE
+    # A common metric is found along the artifacts by time; a rare one is looked up, and what it is of sorted.
+    order = "metrics v CROSS JOIN artifacts a" if rare else "artifacts a CROSS JOIN metrics v"
+    page = (
+        f"SELECT a.id, v.value FROM {order} WHERE v.name = ? AND v.making = a.maker AND a.present = 1"
+        " AND a.output = '' ORDER BY a.time DESC, a.id DESC LIMIT ? OFFSET ?"
     )
+    sql = f"SELECT x.*, p.value FROM ({page}) p JOIN ({_WITH_IDS}) x ON x.id = p.id ORDER BY x.time DESC, x.id DESC"
     return [(_artifact(row), row["value"]) for row in index.rows(sql, (name, limit, offset))]
 
 
@@ -521,7 +534,7 @@ def _by_digits(index: Index, digits: str, limit: int) -> list[Hit]:
 
 def problems(index: Index) -> list[Problem]:
     """Objects that could not be read when the index last looked at them, by key."""
-    sql = "SELECT key, problem FROM objects WHERE problem != '' ORDER BY key"
+    sql = "SELECT key, problem FROM objects WHERE problem != '' ORDER BY +key"
     return [Problem(row["key"], row["problem"]) for row in index.rows(sql)]
 
 

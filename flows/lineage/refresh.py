@@ -277,16 +277,22 @@ class Refresh:
         self.db.execute("CREATE TEMP TABLE IF NOT EXISTS touched(id INTEGER PRIMARY KEY)")
         self.db.execute("DELETE FROM touched")
         self.db.executemany("INSERT INTO touched VALUES (?)", ((number,) for number in self._touched))
-        # These two are needed now; the others are made when the tables are filled.
+        # These are needed now; the others are made when all is in its place.
         self.db.execute("CREATE INDEX IF NOT EXISTS outputs_artifact ON outputs(artifact)")
+        self.db.execute("CREATE INDEX IF NOT EXISTS outputs_making ON outputs(making)")
         newest = (
             "SELECT m.id FROM outputs o JOIN makings m ON m.id = o.making WHERE o.artifact = artifacts.id"
             " ORDER BY m.finished DESC, m.key DESC LIMIT 1"
         )
         self.db.execute(f"UPDATE artifacts SET maker = ({newest}) WHERE id IN (SELECT id FROM touched)")
         self.db.execute(
-            "UPDATE artifacts SET time = coalesce((SELECT finished FROM makings WHERE id = maker), stored)"
-            " WHERE id IN (SELECT id FROM touched)"
+            "UPDATE artifacts SET time = stored, stage = '', step = '', run = '', output = ''"
+            " WHERE maker IS NULL AND id IN (SELECT id FROM touched)"
+        )
+        self.db.execute(
+            "UPDATE artifacts SET time = m.finished, stage = m.stage, step = m.step, run = m.run,"
+            " output = (SELECT name FROM outputs WHERE making = m.id AND artifact = artifacts.id LIMIT 1)"
+            " FROM makings m WHERE m.id = artifacts.maker AND artifacts.id IN (SELECT id FROM touched)"
         )
         if removed:
             used = " UNION ".join(

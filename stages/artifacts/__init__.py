@@ -4,6 +4,7 @@ The format of a store is specified in docs/artifacts.md.
 """
 
 from stages.artifacts.cache import open_cache
+from stages.artifacts.code import keep_code
 from stages.artifacts.fetch import fetch, is_complete, pull, read_manifest, resolve_digest
 from stages.artifacts.folder import FolderStore
 from stages.artifacts.gc import Collection, Garbage, collect
@@ -69,6 +70,7 @@ __all__ = [
     "hash_file",
     "import_files",
     "is_complete",
+    "keep_code",
     "leases",
     "list_runs",
     "log_key",

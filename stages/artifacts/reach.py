@@ -19,7 +19,7 @@ class Making:
 
     Attributes:
         made: digests of the artifact and the side outputs.
-        inputs: digests of what it read.
+        inputs: digests of what it read, the sources of its code included.
         finished: UTC, ISO 8601.
         current: whether it is the result of its key, and not one of its history.
     """
@@ -36,7 +36,8 @@ class Making:
 
 def makings(result: Result) -> Iterator[Making]:
     """The computation of a result and those of its history, the newest first."""
-    yield _making(result.model_dump(include=_FIELDS), current=True)
+    fields = result.model_dump(include=_FIELDS) | {"code": {"artifact": result.code.get("artifact")}}
+    yield _making(fields, current=True)
     for entry in reversed(result.history):
         yield _making(entry, current=False)
 
@@ -46,13 +47,14 @@ _FIELDS = {"stage", "key", "step", "run", "artifact", "outputs", "inputs", "fini
 
 def _making(value: dict[str, Any], *, current: bool) -> Making:
     outputs, inputs = value.get("outputs") or {}, value.get("inputs") or {}
+    code = (value.get("code") or {}).get("artifact")
     return Making(
         stage=str(value.get("stage", "")),
         key=str(value.get("key", "")),
         step=str(value.get("step", "")),
         run=str(value.get("run", "")),
         made=(str(value.get("artifact", "")), *outputs.values()),
-        inputs=tuple(inputs.values()),
+        inputs=(*inputs.values(), *([str(code)] if code else [])),
         finished=str(value.get("finished", "")),
         current=current,
     )

@@ -12,6 +12,7 @@ from stages.artifacts.results import results
 from stages.artifacts.store import Damaged, NotInStore, Store
 
 IMPORTED = "(imported)"  # the stage and run of an artifact that no result made
+CODE = "(code)"  # the same, of the sources of stages
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,9 @@ def usage(store: Store) -> Usage:
 
 def _names(kind: str, making: Making | None) -> Iterable[tuple[str, str]]:
     yield "kinds", kind
-    yield "stages", making.stage if making is not None else IMPORTED
-    yield "runs", making.run if making is not None else IMPORTED
+    nobody = CODE if kind == "code" else IMPORTED
+    yield "stages", making.stage if making is not None else nobody
+    yield "runs", making.run if making is not None else nobody
 
 
 def _share(digests: list[str], held: dict[str, set[str]], holders: dict[str, int], blobs: dict[str, int]) -> Share:

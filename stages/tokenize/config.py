@@ -117,6 +117,7 @@ class Config(StageConfig):
         "tokenizer": Input(("dataset", "checkpoint"), required=False, description="Where the tokenizer is taken from."),
     }
     OUTPUT: ClassVar[str] = "dataset"
+    SIDE_OUTPUTS: ClassVar[dict[str, str]] = {"origins": "origins"}  # which row of which file became which row
 
     format: Literal["text", "chat", "preference", "prompt"] = Field(description="What a row is.")
 

@@ -26,12 +26,14 @@ _COLUMNS = ("id", "prompt", "prompt_ids", "completion", "completion_ids", "rewar
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled completion: its text, ids and reward, and whether it came to an end by itself."""
+    """One sampled completion: its text, ids and reward, whether it came to an end by itself, and its line in the table
+    (from 1)."""
 
     text: str
     ids: tuple[int, ...]
     reward: float
     finished: bool
+    line: int
 
 
 @dataclass
@@ -54,6 +56,7 @@ def read_rollouts(path: Path) -> list[PromptRollouts]:
     import pyarrow.parquet as pq
 
     prompts: dict[str, PromptRollouts] = {}
+    line = 0
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=4096, columns=list(_COLUMNS)):
@@ -61,11 +64,12 @@ def read_rollouts(path: Path) -> list[PromptRollouts]:
                 if missing:
                     raise Refused(f"{path.name} has no column {missing[0]!r}; it must be the output of a rollout step")
                 for row in batch.to_pylist():
+                    line += 1
                     prompt = prompts.setdefault(
                         row["id"], PromptRollouts(row["id"], row["prompt"], row["prompt_ids"], {})
                     )
                     ids = tuple(row["completion_ids"])
-                    completion = Completion(row["completion"], ids, row["reward"], row["finished"])
+                    completion = Completion(row["completion"], ids, row["reward"], row["finished"], line)
                     prompt.completions.setdefault(ids, completion)
     except (pa.ArrowException, OSError) as error:
         raise Refused(f"{path.name} cannot be read: {str(error).splitlines()[0]}") from error
@@ -85,8 +89,8 @@ def pairs(rollouts: PromptRollouts, config: Config) -> Iterator[tuple[Completion
 
 def encoded_pairs(
     rollouts: PromptRollouts, config: Config, tokenizer: TextTokenizer
-) -> Iterator[tuple[bytes, EncodedPair]]:
-    """The pairs of one prompt with the hash (32 bytes) that each is known by.
+) -> Iterator[tuple[bytes, EncodedPair, tuple[int, int]]]:
+    """The pairs of one prompt with the hash (32 bytes) that each is known by, and the lines of both completions.
 
     Raises:
         Refused: the rollouts were sampled with another tokenizer.
@@ -103,7 +107,7 @@ def encoded_pairs(
             rejected.text,
         )
         text = repr((pair.prompt_ids, pair.chosen_ids, pair.rejected_ids))
-        yield hashlib.sha256(text.encode()).digest(), pair
+        yield hashlib.sha256(text.encode()).digest(), pair, (chosen.line, rejected.line)
 
 
 def check_tokenizer(rollouts: list[PromptRollouts], tokenizer: TextTokenizer, sample: int = 20) -> None:

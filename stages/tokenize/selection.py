@@ -16,6 +16,7 @@ from pathlib import Path
 from stages.contract import Refused, StageContext, import_function
 from stages.tokenize import rollouts
 from stages.tokenize.config import Config
+from stages.tokenize.origins import Origin, number_of
 from stages.tokenize.readers import BadRow, Row, generate, read_file
 from stages.tokenize.rows import Example, key, parse, split_key
 
@@ -62,22 +63,24 @@ class Item:
     source: str
     split: str
     key: bytes
+    origin: Origin
 
 
-def find_sources(context: StageContext[Config]) -> tuple[list[Source], list[Path]]:
-    """The sources of rows in a fixed order, and the tables of rollouts among the inputs.
+def find_sources(context: StageContext[Config]) -> tuple[list[Source], dict[str, Path]]:
+    """The sources of rows in a fixed order, and by input the tables of rollouts.
 
     Raises:
         Refused: there is nothing to read, or something of the wrong kind.
     """
     config = context.config
     folders = {name: path for name, path in context.inputs.items() if name == "data" or name.startswith("data.")}
-    sources, tables = [], []
+    sources: list[Source] = []
+    tables: dict[str, Path] = {}
     for name, folder in folders.items():
         if (folder / rollouts.FILE).is_file():
             if config.format != "preference":
                 raise Refused(f"input {name} holds rollouts, which make preference pairs: set format: preference")
-            tables.append(folder / rollouts.FILE)
+            tables[name] = folder / rollouts.FILE
             continue
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         if not files:
@@ -90,15 +93,17 @@ def find_sources(context: StageContext[Config]) -> tuple[list[Source], list[Path
     return sources, tables
 
 
-def read_rows(config: Config, source: Source) -> Iterator[Row]:
-    """Yield the rows of one source."""
+def read_rows(config: Config, source: Source) -> Iterator[tuple[Row, str]]:
+    """Yield the rows of one source, each with the name of its file, "" for a generator."""
     if source.generator is not None:
         generator = config.generators[source.generator]
-        yield from generate(generator.function, generator.arguments, config.seed)
+        for row in generate(generator.function, generator.arguments, config.seed):
+            yield row, ""
         return
     reader = import_function(config.reader) if config.reader else None
     for path, name in source.files:
-        yield from read_file(path, name, reader=reader, text_unit=config.text_unit)
+        for row in read_file(path, name, reader=reader, text_unit=config.text_unit):
+            yield row, name
 
 
 def select(context: StageContext[Config], sources: list[Source], tally: Tally) -> Iterator[Item]:
@@ -111,7 +116,7 @@ def select(context: StageContext[Config], sources: list[Source], tally: Tally) -
     seen: set[bytes] = set()
     count = 0
     for source in sources:
-        for row in read_rows(config, source):
+        for row, path in read_rows(config, source):
             if config.limit is not None and count >= config.limit:
                 return
             try:
@@ -130,7 +135,8 @@ def select(context: StageContext[Config], sources: list[Source], tally: Tally) -
             count += 1
             tally.kept[source.label] += 1
             split = "train" if source.train_only else split_of(config, split_key(example))
-            yield Item(example, row.where, source.label, split, digest)
+            origin = Origin(source.label, path, number_of(row.where, path or source.label))
+            yield Item(example, row.where, source.label, split, digest, origin)
 
 
 def drop(

@@ -24,6 +24,7 @@ from stages.tokenize import rollouts
 from stages.tokenize.config import Config
 from stages.tokenize.dataset import INFO_FILE, PACKED, SPLITS, tokenizer_folder
 from stages.tokenize.encode import Document, Encoded, EncodedPair, EncodedPrompt, Encoder
+from stages.tokenize.origins import Origin, OriginWriter
 from stages.tokenize.readers import BadRow
 from stages.tokenize.rows import Question, Text
 from stages.tokenize.selection import Item, Source, Tally, drop, find_sources, select, split_of
@@ -50,15 +51,17 @@ def run(context: StageContext[Config]) -> None:
     tokenizer = _tokenizer(context, sources)
     tally = Tally()
     writers = _writers(context)
+    origins = {split: OriginWriter() for split in writers}
     try:
         if tables:
-            _write_pairs(context, tables, tokenizer, writers, tally)
+            _write_pairs(context, tables, tokenizer, writers, tally, origins)
         if sources:
-            _encode_rows(context, sources, tokenizer, writers, tally)
+            _encode_rows(context, sources, tokenizer, writers, tally, origins)
         _check_splits(config, writers, tally)
         splits = {}
         for split, writer in writers.items():
             path = context.output / f"{split}.{'safetensors' if config.format in PACKED else 'parquet'}"
+            table = context.side_output("origins") / f"{split}.parquet"
             if isinstance(writer, PackedWriter):
                 splits[split] = writer.write(
                     path,
@@ -66,9 +69,11 @@ def run(context: StageContext[Config]) -> None:
                     share_rows=config.pack,
                     pad_id=tokenizer.pad_id,
                     seed=config.seed,
+                    origins=(origins[split], table),
                 )
             else:
                 splits[split] = writer.write(path)
+                origins[split].write(table, None)
     finally:
         for writer in writers.values():
             if isinstance(writer, PackedWriter):
@@ -129,6 +134,7 @@ def _encode_rows(
     tokenizer: TextTokenizer,
     writers: Writers,
     tally: Tally,
+    origins: dict[str, OriginWriter],
 ) -> None:
     encoder = Encoder(context.config, tokenizer)
     repeats: Counter[bytes] = Counter()
@@ -146,6 +152,7 @@ def _encode_rows(
                 drop(context, tally, item.source, item.where, error, before=done)
                 continue
             done += 1
+            origins[item.split].add(item.origin)
             writer = writers[item.split]
             if isinstance(writer, PackedWriter) and isinstance(checked, Document):
                 writer.add(checked)
@@ -210,12 +217,17 @@ def _fitted(config: Config, encoded: Encoded, where: str) -> Encoded:
 
 
 def _write_pairs(
-    context: StageContext[Config], tables: list[Path], tokenizer: TextTokenizer, writers: Writers, tally: Tally
+    context: StageContext[Config],
+    tables: dict[str, Path],
+    tokenizer: TextTokenizer,
+    writers: Writers,
+    tally: Tally,
+    origins: dict[str, OriginWriter],
 ) -> None:
     """Make pairs out of rollouts. A prompt without a better and a worse completion is counted as "no_pair"."""
     config = context.config
     repeats: Counter[bytes] = Counter()
-    for number, path in enumerate(tables, 1):
+    for number, (label, path) in enumerate(tables.items(), 1):
         source = "rollouts" if len(tables) == 1 else f"rollouts {number}"
         prompts = rollouts.read_rollouts(path)
         rollouts.check_tokenizer(prompts, tokenizer)
@@ -224,7 +236,7 @@ def _write_pairs(
                 raise Stopped("stopped while making pairs; it starts again from the beginning")
             split = split_of(config, hashlib.sha256(repr(prompt.prompt_ids).encode()).digest())
             found = 0
-            for digest, pair in rollouts.encoded_pairs(prompt, config, tokenizer):
+            for digest, pair, lines in rollouts.encoded_pairs(prompt, config, tokenizer):
                 if config.limit is not None and tally.kept.total() >= config.limit:
                     return
                 found += 1
@@ -237,6 +249,7 @@ def _write_pairs(
                     drop(context, tally, source, f"prompt {prompt.id} of the rollouts", error)
                     continue
                 tally.kept[source] += 1
+                origins[split].add(Origin(label, rollouts.FILE, *lines))
                 writer = writers[split]
                 if isinstance(writer, PairWriter):
                     writer.add(_row_id(digest, repeats), pair)

@@ -19,6 +19,7 @@ import numpy as np
 from stages.seeds import stream_seed
 from stages.tokenize.dataset import create_packed, write_table
 from stages.tokenize.encode import Document, EncodedPair, EncodedPrompt
+from stages.tokenize.origins import OriginWriter
 from stages.tokenize.packing import pack
 
 CHUNK = 1 << 21  # tokens that are moved at a time
@@ -47,10 +48,22 @@ class PackedWriter:
             file.close()
             path.unlink(missing_ok=True)
 
-    def write(self, path: Path, *, row_length: int, share_rows: bool, pad_id: int, seed: int) -> dict[str, Any]:
+    def write(
+        self,
+        path: Path,
+        *,
+        row_length: int,
+        share_rows: bool,
+        pad_id: int,
+        seed: int,
+        origins: tuple[OriginWriter, Path] | None = None,
+    ) -> dict[str, Any]:
         """Write the safetensors file at `path` and return the figures of the split.
 
         The order of the rows is shuffled by `seed`: packing orders them by the length of their documents.
+
+        Args:
+            origins: of the documents, in the order in which they were added, and the file to write them to.
         """
         for file in self._files:
             file.flush()
@@ -65,6 +78,8 @@ class PackedWriter:
         source = offsets[layout.document] + layout.start
         shuffled = np.random.default_rng(stream_seed("row order", seed)).permutation(layout.rows)
         target = shuffled[layout.row] * row_length + layout.column
+        if origins is not None:
+            origins[0].write(origins[1], layout, shuffled)
         rows = create_packed(path, layout.rows, row_length)
         flat_ids, flat_segments, flat_mask = (
             part.reshape(-1) for part in (rows.input_ids, rows.segment_ids, rows.loss_mask)

@@ -191,8 +191,8 @@ class Builder:
     def _artifact(self, kind: str, what: str) -> str:
         files = []
         for path in PATHS[kind]:
-            own = path in ("data.jsonl", "rows.parquet", "model.safetensors", "logprobs.parquet", "rollouts.jsonl")
-            text = what if own or len(PATHS[kind]) == 1 else f"{path} {self._rng.randrange(20)}"
+            own = path not in ("dataset.json", "config.json", "tokenizer.json", "training.jsonl", "SHA256SUMS")
+            text = what if own else f"{path} {self._rng.randrange(20)}"
             files.append(FileEntry(path, len(text) + 1, self._blob(text + "\n")))
         manifest = Manifest(kind, tuple(files))
         self._put(manifest_key(manifest.digest), manifest.to_json())

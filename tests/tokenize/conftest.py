@@ -28,6 +28,7 @@ class Outcome:
     folder: Path
     metrics: dict[str, float]
     events: list[dict[str, Any]] = field(default_factory=list)
+    origins: Path = Path()
 
     def logs(self, level: str) -> list[str]:
         return [event["text"] for event in self.events if event["type"] == "log" and event["level"] == level]
@@ -55,8 +56,9 @@ def tokenize(tmp_path: Path) -> Callable[..., Outcome]:
         nonlocal count
         count += 1
         output, scratch = tmp_path / f"output{count}", tmp_path / f"scratch{count}"
-        output.mkdir()
-        scratch.mkdir()
+        origins = tmp_path / f"origins{count}"
+        for new in (output, scratch, origins):
+            new.mkdir()
         events: list[dict[str, Any]] = []
         context: StageContext[Config] = StageContext(
             config=Config.model_validate(config),
@@ -67,10 +69,11 @@ def tokenize(tmp_path: Path) -> Callable[..., Outcome]:
             resources=Resources(),
             emit=events.append,
             stop=lambda: stop,
+            side_outputs={"origins": origins},
         )
         run(context)
         assert list(scratch.iterdir()) == []
-        return Outcome(output, context.final_metrics, events)
+        return Outcome(output, context.final_metrics, events, origins)
 
     return call
 
