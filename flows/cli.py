@@ -306,7 +306,7 @@ def browse(
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address to serve on; there is no log-in.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 for any free one.")] = 4780,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 for any free one.")] = 4280,
     root_path: Annotated[str, typer.Option(metavar="PATH", help="Path that a proxy serves the pages under.")] = "",
     allow_host: Annotated[
         list[str] | None, typer.Option("--allow-host", metavar="NAME", help="A further host name to answer to.")

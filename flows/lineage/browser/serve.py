@@ -24,7 +24,7 @@ from flows.lineage.browser.guard import LOOPBACK, is_loopback
 from flows.lineage.browser.site import open_site
 from stages.artifacts import StoreError
 
-PORT = 4780
+PORT = 4280
 
 
 @dataclass(frozen=True)
