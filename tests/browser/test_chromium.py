@@ -16,7 +16,7 @@ import small_store
 from conftest import Served
 from small_store import FIRST, SECOND
 
-from stages.artifacts import append_log, import_files, write_run
+from stages.artifacts import append_log, import_files, read_manifest, write_run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -176,6 +176,11 @@ ADDRESSES = (
 )
 
 
+def sha256_of_train(served: Served) -> str:
+    files = read_manifest(served.small.store, served.small.source).files
+    return next(entry.sha256 for entry in files if entry.path == "train.jsonl")
+
+
 def addresses(served: Served) -> list[str]:
     """A page of every sort."""
     made = served.small.made[SECOND]
@@ -186,6 +191,7 @@ def addresses(served: Served) -> list[str]:
         f"/artifact/{made['base']}/children",
     ]
     more += [f"/artifact/{served.small.source}/file/notes.txt", f"/artifact/{made['grpo']}/file/model.safetensors"]
+    more += [f"/artifact/{made['grpo']}/check", f"/file/{sha256_of_train(served)}"]
     more += ["/metric/grpo/exact_match", f"/compare?a={FIRST}/grpo&b={SECOND}/grpo", "/nothing"]
     return [*ADDRESSES, *more]
 

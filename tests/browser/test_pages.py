@@ -251,6 +251,19 @@ def test_a_large_file_is_downloaded_whole_or_breaks_off(own_pages: Pages) -> Non
         TestClient(own_pages.client.app, base_url="http://localhost").get(address)
 
 
+def test_a_check_finds_a_changed_byte_that_no_page_shows(own_pages: Pages) -> None:
+    grpo, base = own_pages.digest("grpo"), own_pages.digest("base")
+    address = f"/artifact/{grpo}/check?ancestors=true"
+    assert "All is well : 5 artifacts" in plain(own_pages.text(address))
+    weights = next(e for e in read_manifest(own_pages.small.store, base).files if e.path == "model.safetensors")
+    own_pages.small.store.put(weights.blob, b"x" * weights.size)
+    assert "All is well : 1 artifact," in plain(own_pages.text(f"/artifact/{grpo}/check"))
+    text = plain(own_pages.text(address))
+    assert "1 damaged of 5 artifacts" in text
+    assert weights.blob in text
+    assert "model.safetensors" in text
+
+
 def test_missing_bytes_a_damaged_manifest_and_a_damaged_record_are_told(own_pages: Pages) -> None:
     store = own_pages.small.store
     sft, base = own_pages.digest("sft"), own_pages.digest("base")

@@ -179,6 +179,17 @@ def test_every_answer_forbids_scripts_and_frames_of_others(pages: Pages) -> None
     assert "frame-ancestors 'none'" in pages.client.get("/").headers["content-security-policy"]
 
 
+def test_other_sites_may_link_here_and_load_nothing(pages: Pages) -> None:
+    def status(**fetch: str) -> int:
+        return pages.client.get(
+            "/refs", headers={f"sec-fetch-{name}": value for name, value in fetch.items()}
+        ).status_code
+
+    assert status(site="cross-site", mode="navigate", dest="document") == 200
+    assert status(site="cross-site", mode="no-cors", dest="image") == 403
+    assert status(site="same-origin", mode="cors", dest="empty") == 200
+
+
 def test_nothing_can_be_written(pages: Pages) -> None:
     before = sorted((info.key, info.modified) for info in pages.small.store.list(""))
     for method in ("POST", "PUT", "PATCH", "DELETE"):

@@ -21,7 +21,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response, Streamin
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from flows.lineage.browser import artifact_pages, comparison, pieces, question_pages, run_pages
+from flows.lineage.browser import artifact_pages, checks, comparison, pieces, question_pages, run_pages
 from flows.lineage.browser.guard import LOOPBACK, Guard
 from flows.lineage.browser.rendering import HERE, environment
 from flows.lineage.browser.site import NoPage, Site
@@ -114,6 +114,10 @@ def create_app(site: Site, hosts: Collection[str] = LOOPBACK) -> FastAPI:
     @app.get("/artifact/{digest}/children")
     def children(digest: str, page: Page = 0) -> HTMLResponse:
         return show("children.html", artifact_pages.children(site, digest, page))
+
+    @app.get("/artifact/{digest}/check")
+    def check(digest: str, ancestors: bool = False) -> HTMLResponse:
+        return show("check.html", checks.check(site, digest, ancestors=ancestors))
 
     @app.get("/artifact/{digest}/rows")
     def rows(digest: str, split: str = "", page: Page = 0) -> HTMLResponse:

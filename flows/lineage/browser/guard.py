@@ -30,7 +30,7 @@ HEADERS = {
 
 
 class Guard:
-    """ASGI middleware: refuses foreign Host headers, and adds the headers to every answer that has not its own.
+    """ASGI middleware: refuses foreign Host headers and what other sites load, and adds `HEADERS` to every answer.
 
     Args:
         hosts: names and addresses, without ports, that requests may be for.
@@ -54,14 +54,16 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        host = host_of(Headers(scope=scope).get("host", ""))
-        if host in self.hosts:
+        asked = Headers(scope=scope)
+        host = host_of(asked.get("host", ""))
+        if host not in self.hosts:
+            named = f"These pages do not answer to the host name {host[:100]!r}."
+            refusal = PlainTextResponse(f"{named} Name it with --allow-host if it is yours.\n", 400)
+        elif asked.get("sec-fetch-site") == "cross-site" and asked.get("sec-fetch-mode") != "navigate":
+            refusal = PlainTextResponse("A page of another site may link to these pages, not load from them.\n", 403)
+        else:
             await self.app({**scope, "root_path": self.root}, receive, guarded)
             return
-        refusal = PlainTextResponse(
-            f"These pages do not answer to the host name {host[:100]!r}. Name it with --allow-host if it is yours.\n",
-            400,
-        )
         await refusal(scope, receive, guarded)
 
 

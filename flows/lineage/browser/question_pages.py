@@ -140,7 +140,9 @@ def ref(site: Site, name: str, metric: str | None) -> dict[str, Any]:
         "metrics": names,
         "metric": metric,
         "is_share": metric in _SHARES,
-        "curve": charts.chart((metric or "").replace("_", " "), {metric or "": points}, share=metric in _SHARES, across="move"),
+        "curve": charts.chart(
+            (metric or "").replace("_", " "), {metric or "": points}, share=metric in _SHARES, across="move"
+        ),
         "headline": figures.headline(measured[found.artifact]),
         "back": before(found),
         "rollback": site.command("rollback", name),

@@ -170,16 +170,16 @@ def _tokenizer_of(store: Store, manifest: Manifest) -> Tokenizer:
     entry = entry_of(manifest, path)
     if entry is None or entry.size > _TOKENIZER_BYTES:
         raise Damaged(f"the dataset has no {path} that can be read")
-    return _tokenizer(store, entry)
+    data = whole(store, entry, _TOKENIZER_BYTES) or b""
+    try:
+        return _tokenizer(data)
+    except Exception as error:  # the library's own exceptions have no common class
+        raise Damaged(f"{path} is not a tokenizer: {error}") from None
 
 
 @lru_cache(maxsize=4)
-def _tokenizer(store: Store, entry: FileEntry) -> Tokenizer:
-    data = whole(store, entry, _TOKENIZER_BYTES) or b""
-    try:
-        return Tokenizer.from_str(data.decode())
-    except Exception as error:  # the library's own exceptions have no common class
-        raise Damaged(f"{entry.path} is not a tokenizer: {error}") from None
+def _tokenizer(data: bytes) -> Tokenizer:
+    return Tokenizer.from_str(data.decode())
 
 
 def read_table(store: Store, entry: FileEntry, page: int = 0, *, hidden: tuple[str, ...] = ()) -> Table:

@@ -43,7 +43,7 @@ def headline_of(site: Site, digest: str) -> str:
 
 def evaluations(site: Site, digest: str, limit: int = 4) -> list[tuple[queries.Artifact, dict[str, float]]]:
     """The reports that measured a model, newest first, each with what it says of this model."""
-    found = []
+    found: list[tuple[queries.Artifact, dict[str, float]]] = []
     for edge in queries.children(site.index, digest, limit=50):
         label = edge.input.partition(".")[2]
         if edge.artifact.kind != "report" or not edge.input.startswith("models.") or len(found) >= limit:
@@ -201,7 +201,7 @@ def _sources(site: Site, document: Mapping[str, Any]) -> list[tuple[str, str, li
 
 def _curves(site: Site, steps: list[dict[str, Any]]) -> list[tuple[str, str, charts.Chart]]:
     """(step, where all its curves are, one of the two most telling ones) for the steps that train."""
-    found = []
+    found: list[tuple[str, str, charts.Chart]] = []
     for step in steps:
         rows: list[dict[str, Any]] = step["live_rows"]
         if not rows and step["artifact"] and len(found) < 2 * _CURVES:

@@ -1,0 +1,67 @@
+"""The page that checks an artifact now: every hash recomputed, of it alone or with all it was made from.
+
+Reading gigabytes is for the command `headrace verify`; the page does it up to a size, and one check at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from flows.lineage import queries
+from flows.lineage.browser.site import NoPage, Site
+from stages.artifacts import verify_artifacts
+
+MOST_BYTES = 2 << 30
+_MOST_ARTIFACTS = 2000
+_checking = threading.Lock()
+
+
+def check(site: Site, name: str, *, ancestors: bool) -> dict[str, Any]:
+    """Recompute the hashes of an artifact.
+
+    Args:
+        ancestors: with everything that it was made from.
+
+    Raises:
+        NoPage: the store does not name it.
+    """
+    digest = site.digest(name)
+    known = queries.artifact(site.index, digest)
+    if known is None:
+        raise NoPage(f"This store has no artifact {digest}.")
+    found = _with_ancestors(site, known) if ancestors else [known]
+    size = sum(item.size for item in found)
+    shown: dict[str, Any] = {
+        "title": f"Check of {known.name}",
+        "here": "artifacts",
+        "artifact": known,
+        "ancestors": ancestors,
+        "found": found,
+        "size": size,
+        "state": "checked",
+        "damages": [],
+        "seconds": 0.0,
+        "command_line": site.command("verify", digest, *(["--ancestors"] if ancestors else [])),
+    }
+    if size > MOST_BYTES or len(found) >= _MOST_ARTIFACTS:
+        return shown | {"state": "large"}
+    if not _checking.acquire(blocking=False):
+        return shown | {"state": "busy"}
+    try:
+        begun = time.monotonic()
+        damages = list(verify_artifacts(site.store, [item.digest for item in found]))
+        return shown | {"damages": damages, "seconds": time.monotonic() - begun}
+    finally:
+        _checking.release()
+
+
+def _with_ancestors(site: Site, root: queries.Artifact) -> list[queries.Artifact]:
+    found, waiting = {root.digest: root}, [root.digest]
+    while waiting and len(found) < _MOST_ARTIFACTS:
+        for edge in queries.parents(site.index, waiting.pop(0)):
+            if edge.artifact.digest not in found:
+                found[edge.artifact.digest] = edge.artifact
+                waiting.append(edge.artifact.digest)
+    return list(found.values())
