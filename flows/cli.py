@@ -19,6 +19,9 @@ from typing import Annotated
 
 import typer
 
+from flows import cli_lineage
+from flows.cli_options import ArtifactName, Json, StoreUrl
+
 FAILED = 1
 BAD_REQUEST = 2
 INTERRUPTED = 130
@@ -33,16 +36,6 @@ app = typer.Typer(
 )
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A built-in recipe (quickstart) or a YAML file.")]
-ArtifactName = Annotated[
-    str, typer.Argument(metavar="ARTIFACT", help="A step (grpo), step/output, RUN/step, reference, or digest.")
-]
-StoreUrl = Annotated[
-    str,
-    typer.Option(
-        "--store", envvar="HEADRACE_STORE", metavar="URL", help="The artifact store: a folder, or s3://bucket/prefix."
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="STEP.FIELD=VALUE", help="Change a setting or a parameter.")
 ]
@@ -119,27 +112,14 @@ def status(
 def logs(
     run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run; the newest when left out.")] = None,
     step: Annotated[str | None, typer.Argument(metavar="[STEP]", help="One step; all when left out.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
     store: StoreUrl = ".headrace",
     json_: Json = False,
 ) -> None:
     """Show what the steps of a run said. `headrace logs STEP` is the newest run that has the step."""
     from flows import listing
 
-    listing.logs(store, run, step, as_json=json_)
-
-
-@app.command()
-def lineage(
-    artifact: ArtifactName,
-    store: StoreUrl = ".headrace",
-    files: Annotated[bool, typer.Option("--files", help="List every source file with its hash.")] = False,
-    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flowchart.")] = False,
-    json_: Json = False,
-) -> None:
-    """Show what an artifact was made from, up to source files and generators."""
-    from flows import listing
-
-    listing.lineage(store, artifact, all_files=files, as_mermaid=mermaid, as_json=json_)
+    listing.logs(store, run, step, follow=follow, as_json=json_)
 
 
 @app.command()
@@ -153,6 +133,9 @@ def verify(
     all_: Annotated[bool, typer.Option("--all", help="Everything in the store (the default).")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Presence and sizes only; no hash is recomputed.")] = False,
     ancestors: Annotated[bool, typer.Option("--ancestors", help="With all that the artifact was made from.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="With all it was made from, and the records and references on the way.")
+    ] = False,
     repair: Annotated[bool, typer.Option("--repair", help="Put damaged files back from the local cache.")] = False,
     from_: Annotated[
         list[Path] | None, typer.Option("--from", metavar="DIR", help="Repair from the files of this folder too.")
@@ -165,8 +148,14 @@ def verify(
 
     if all_ and artifact is not None:
         raise typer.BadParameter("give an artifact or --all, not both")
-    if ancestors and artifact is None:
-        raise typer.BadParameter("--ancestors needs an artifact")
+    if (ancestors or deep) and artifact is None:
+        raise typer.BadParameter(f"{'--deep' if deep else '--ancestors'} needs an artifact")
+    if deep and (quick or repair):
+        raise typer.BadParameter("--deep recomputes every hash and mends nothing; leave --quick and --repair out")
+    if deep and artifact is not None:
+        from flows.lineage import verbs
+
+        raise typer.Exit(verbs.verify_deep(store, artifact, as_json=json_))
     if from_ and not repair:
         raise typer.BadParameter("--from goes with --repair")
     raise typer.Exit(
@@ -325,6 +314,9 @@ def doctor(store: StoreUrl = ".headrace", json_: Json = False) -> None:
     from flows import doctor as checks
 
     raise typer.Exit(checks.doctor(store, as_json=json_))
+
+
+cli_lineage.register(app)
 
 
 def main() -> None:

@@ -75,6 +75,11 @@ def nearest(
     return best[1] if best else None
 
 
+def setting_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Every setting that differs, as "beta 0.1 -> 0.2"."""
+    return list(_settings(old, new))
+
+
 def _settings(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
     before, after = dict(_flat(old, "")), dict(_flat(new, ""))
     for name in dict.fromkeys([*after, *before]):
@@ -156,6 +161,11 @@ def environment_here() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def recorded_versions(environment: dict[str, Any]) -> dict[str, str]:
+    """The versions of Python and of those libraries in the environment that a stage process recorded."""
+    return _versions(environment)
 
 
 def _versions(environment: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The verbs that read: status, logs, lineage, pull, sample. (`flows.store_verbs` has those that look after a store.)
+"""The verbs that read: status, logs, pull, sample. (`flows.store_verbs` has those that look after a store.)
 
 Each takes the store's URL and prints to standard output: text for people, or one JSON value with `as_json`.
 """
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from flows import figures
 from flows.names import UnknownName, find_run, resolve
 from stages.artifacts import (
+    LogTail,
     Store,
     fetch,
     list_runs,
@@ -25,7 +27,10 @@ from stages.artifacts import (
     pull,
     read_log,
     read_manifest,
+    read_run,
 )
+
+FOLLOW_SECONDS = 1.0  # between two looks at a log that grows
 
 
 def print_json(value: Any) -> None:
@@ -83,8 +88,11 @@ def _local(stamp: str | None) -> str:
     return f"{datetime.fromisoformat(stamp).astimezone():%d %b %H:%M}".lstrip("0")
 
 
-def logs(store_url: str, run: str | None, step: str | None, *, as_json: bool) -> None:
+def logs(store_url: str, run: str | None, step: str | None, *, as_json: bool, follow: bool = False) -> None:
     """What the steps of a run said; with one name that is no run, the newest run with a step of that name.
+
+    Args:
+        follow: go on until the run has ended.
 
     Raises:
         UnknownName: there is no such run or step.
@@ -92,15 +100,26 @@ def logs(store_url: str, run: str | None, step: str | None, *, as_json: bool) ->
     store = open_store(store_url)
     record, step = _run_and_step(store, run, step)
     found = False
-    for event in read_log(store, record["id"], step):
+    for event in _following(store, record["id"], step) if follow else read_log(store, record["id"], step):
         found = True
         if as_json:
-            print(json.dumps(event, ensure_ascii=False))
+            print(json.dumps(event, ensure_ascii=False), flush=follow)
         elif text := event_text(event):
-            print(f"{_clock(event)} {event.get('step', ''):<12} {text}")
+            print(f"{_clock(event)} {event.get('step', ''):<12} {text}", flush=follow)
     if not found and not as_json:
         said = f"step {step} of run {record['id']}" if step else f"run {record['id']}"
         print(f"{said}: nothing was logged; its steps were cached or did not start.")
+
+
+def _following(store: Store, run: str, step: str | None) -> Iterator[dict[str, Any]]:
+    """The events of a run as they come, until it has ended (or its document is gone)."""
+    tail = LogTail(store, run, step)
+    while True:
+        running = (read_run(store, run) or {}).get("state") == "running"  # looked at before the last reading
+        yield from tail.new()
+        if not running:
+            return
+        time.sleep(FOLLOW_SECONDS)
 
 
 def _run_and_step(store: Store, run: str | None, step: str | None) -> tuple[dict[str, Any], str | None]:
@@ -143,23 +162,6 @@ def event_text(event: dict[str, Any]) -> str:
         case "step":
             return f"{event.get('state')} {event.get('message') or ''}".rstrip()
     return ""
-
-
-def lineage(store_url: str, name: str, *, all_files: bool, as_mermaid: bool, as_json: bool) -> None:
-    """What an artifact was made from, as a tree, JSON or Mermaid.
-
-    Raises:
-        UnknownName: there is no such artifact.
-    """
-    from flows.lineage.graph import trace
-    from flows.lineage.render import mermaid, tree
-
-    store = open_store(store_url)
-    graph = trace(store, resolve(store, name).digest)
-    if as_json:
-        print_json(graph.to_json())
-    else:
-        print(mermaid(graph) if as_mermaid else tree(graph, all_files=all_files))
 
 
 def pull_to(store_url: str, name: str, folder: Path, *, as_json: bool) -> None:

@@ -1,8 +1,8 @@
 """Names people use on the command line: artifacts by digest, reference, step or run, and new names for runs.
 
-Resolving tries, in this order: an explicit "sha256:..." or "artifact:..."; an explicit "ref:..."; a reference; a run's
-step ("RUN/step", "RUN/step/output"); a step of the newest run that has it ("step", "step/output"); and at last the
-first digits of a digest. A name is never guessed: what is not found is an error with the nearest names.
+Resolving tries, in this order: an explicit "sha256:..." or "artifact:..."; an explicit "ref:..."; a reference, or an
+entry of its history ("production@3"); a run's step ("RUN/step", "RUN/step/output"); a step of the newest run that has
+it ("step", "step/output"); and at last the first digits of a digest. A name is never guessed: what is not found is an error with the nearest names.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def resolve(store: Store, name: str) -> Named:
     wanted = name.removeprefix("ref:")
     if wanted in refs:
         return Named(read_ref(store, wanted).artifact, wanted, wanted)
+    if (match := re.fullmatch(r"(.+)@(\d{1,6})", wanted)) and match[1] in refs:
+        return _by_entry(store, match[1], int(match[2]))
     if name.startswith("ref:"):
         raise UnknownName(f"there is no reference {wanted!r}.{_near(wanted, refs)}")
     runs = list(list_runs(store))
@@ -119,6 +121,14 @@ def _by_digest(store: Store, prefix: str) -> Named:
     except ValueError as error:
         raise UnknownName(str(error)) from None
     return Named(digest, digest[:19])
+
+
+def _by_entry(store: Store, name: str, number: int) -> Named:
+    """What a reference named at an entry of its history."""
+    history = read_ref(store, name).history
+    if not 1 <= number <= len(history):
+        raise UnknownName(f"reference {name} has no entry {number}; it has 1 to {len(history)}.")
+    return Named(history[number - 1].artifact, f"{name}@{number}")
 
 
 def _by_run(runs: list[dict[str, Any]], name: str) -> Named | None:

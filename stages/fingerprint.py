@@ -111,6 +111,18 @@ def _fingerprint(search: _Search, start: Iterable[str]) -> Fingerprint:
     return Fingerprint("sha256:" + digest, files, paths)
 
 
+def source_hash(source: bytes) -> str:
+    """The hash of a module as a fingerprint has it, of its source.
+
+    Raises:
+        CodeError: it is not Python.
+    """
+    try:
+        return _summary(ast.parse(source)).sha256
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise CodeError(f"not valid Python: {error}") from None
+
+
 def difference(old_files: Mapping[str, Any], new_files: Mapping[str, Any]) -> str:
     """The first difference of two `Fingerprint.files`, such as "stages/dpo/loss.py (sigmoid_loss)"; "" for none."""
     for path in sorted(old_files.keys() & new_files.keys()):

@@ -16,8 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from flows.lineage import queries, records
+from flows.lineage.index import Index
 from stages.artifacts import Damaged, FileEntry, NotInStore, Result, Store, read_manifest, results
 from stages.contract import config_class
+
+MOST = 500  # artifacts of a graph downwards, unless more are asked for
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,25 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """An artifact with everything it was made from. `nodes` is in the order of a walk from the root upwards."""
+    """An artifact with everything it was made from, or all that was made from it.
+
+    Attributes:
+        nodes: in the order of a walk from the root.
+        down: whether it is what was made from the root.
+        more: how many artifacts were left out, for there are too many.
+    """
 
     root: str
     nodes: dict[str, Node]
+    down: bool = False
+    more: int = 0
+
+    def edges(self) -> Iterator[tuple[str, str, str]]:
+        """(digest read, digest made, input) for each input of a node that is a node itself."""
+        for node in self.nodes.values():
+            for name, digest in node.inputs.items():
+                if digest in self.nodes:
+                    yield digest, node.digest, name
 
     def sources(self) -> Iterator[Node]:
         """The imported artifacts at the ends of the graph."""
@@ -76,22 +95,23 @@ class Graph:
         """Everything as JSON-able values: nodes with their files, edges with the input's name."""
         return {
             "root": self.root,
+            "direction": "down" if self.down else "up",
             "nodes": [_node_json(node) for node in self.nodes.values()],
-            "edges": [
-                {"from": digest, "to": node.digest, "input": name}
-                for node in self.nodes.values()
-                for name, digest in node.inputs.items()
-            ],
+            "edges": [{"from": read, "to": made, "input": name} for read, made, name in self.edges()],
+            "left_out": self.more,
         }
 
 
-def trace(store: Store, digest: str) -> Graph:
+def trace(store: Store, digest: str, index: Index | None = None) -> Graph:
     """The graph of everything that `digest` was made from.
+
+    Args:
+        index: of the store, to find the results by; without one all of them are read.
 
     Raises:
         ValueError: `digest` is not a full digest.
     """
-    makers = _makers(store)
+    makers = _makers(store) if index is None else _Makers(index)
     nodes: dict[str, Node] = {}
     waiting = [digest]
     while waiting:
@@ -101,6 +121,25 @@ def trace(store: Store, digest: str) -> Graph:
         nodes[current] = _node(store, current, makers.get(current, []))
         waiting.extend(nodes[current].inputs.values())
     return Graph(digest, nodes)
+
+
+def descend(index: Index, digest: str, limit: int = MOST) -> Graph:
+    """The graph of what was made from `digest`, over all steps: the newest `limit` artifacts of it."""
+    made = queries.made_from(index, [digest])
+    kept = [digest, *(artifact.digest for artifact in made[:limit])]
+    makers = _Makers(index)
+    nodes = {found: _node(index.store, found, makers.get(found, [])) for found in dict.fromkeys(kept)}
+    return Graph(digest, nodes, down=True, more=max(0, len(made) - limit))
+
+
+class _Makers:
+    """`_makers` by an index, for one artifact at a time."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def get(self, digest: str, default: list[tuple[Result, str]]) -> list[tuple[Result, str]]:
+        return records.makers(self._index, digest) or default
 
 
 def _makers(store: Store) -> dict[str, list[tuple[Result, str]]]:

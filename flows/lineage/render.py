@@ -41,6 +41,37 @@ def tree(graph: Graph, *, all_files: bool = False) -> str:
     return "\n".join(lines)
 
 
+def tree_down(graph: Graph) -> str:
+    """What was made from the root, one line an artifact, below what it was made from; the input's name stands first."""
+    made: dict[str, list[tuple[str, str]]] = {}
+    for read, result, name in graph.edges():
+        if (result, name) not in made.setdefault(read, []):
+            made[read].append((result, name))
+    lines = [_line(graph.nodes[graph.root])]
+    seen = {graph.root}
+
+    def walk(digest: str, rest: str) -> None:
+        below = sorted(made.get(digest, []), key=lambda pair: _when(graph.nodes[pair[0]]))
+        for number, (result, name) in enumerate(below):
+            branch, deeper = ("└─ ", "   ") if number == len(below) - 1 else ("├─ ", "│  ")
+            again = result in seen
+            lines.append(f"{rest}{branch}{name} of {_line(graph.nodes[result])}")
+            if again:
+                lines[-1] += "  (see above)" if result in made else ""
+                continue
+            seen.add(result)
+            walk(result, rest + deeper)
+
+    walk(graph.root, "")
+    if graph.more:
+        lines.append(f"… and {figures.count(graph.more)} older artifacts (all with --limit)")
+    return "\n".join(lines)
+
+
+def _when(node: Node) -> str:
+    return node.made_by.finished if node.made_by is not None else ""
+
+
 def _line(node: Node) -> str:
     parts = [node.name, node.kind, figures.short(node.digest)]
     made = node.made_by
@@ -85,9 +116,8 @@ def mermaid(graph: Graph) -> str:
             lines.append(f'    {box}["{_escape(node.name)}<br/>{_escape(node.kind)} {figures.short(digest)}"]')
         for index, path in enumerate(node.generators):
             lines.append(f'    {box}g{index}{{{{"{_escape(path)}"}}}} --> {box}')
-    for digest, node in graph.nodes.items():
-        for name, needed in node.inputs.items():
-            lines.append(f'    {ids[needed]} -- "{_escape(name)}" --> {ids[digest]}')
+    for needed, digest, name in graph.edges():
+        lines.append(f'    {ids[needed]} -- "{_escape(name)}" --> {ids[digest]}')
     lines.append(f"    style {ids[graph.root]} stroke-width:3px")
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from stages.artifacts.publish import HashCache, files_below, import_files, manif
 from stages.artifacts.reach import ancestors
 from stages.artifacts.refs import Move, Ref, check_ref_name, promote, read_ref, ref_names, refs, rollback
 from stages.artifacts.results import Result, parse_result, read_result, result_key, results, write_result
-from stages.artifacts.runs import append_log, list_runs, log_key, read_log, read_run, write_run
+from stages.artifacts.runs import LogTail, append_log, list_runs, log_key, read_log, read_run, write_run
 from stages.artifacts.secrets import find_secret, redact
 from stages.artifacts.store import (
     Damaged,
@@ -44,6 +44,7 @@ __all__ = [
     "Lease",
     "LeaseLost",
     "LeaseRecord",
+    "LogTail",
     "Manifest",
     "Move",
     "NotInStore",

@@ -94,6 +94,34 @@ def read_log(store: Store, run: str, step: str | None = None) -> Iterator[dict[s
     yield from sorted(events, key=_time)
 
 
+class LogTail:
+    """What is added to the logs of a run, read piece by piece."""
+
+    def __init__(self, store: Store, run: str, step: str | None = None) -> None:
+        self._store = store
+        self._key = None if step is None else log_key(run, step)
+        self._prefix = self._key or f"logs/{_check_name(run, 'run')}/"
+        self._read: dict[str, tuple[int, int]] = {}  # key -> size when it was read, bytes of whole lines read
+
+    def new(self) -> list[dict[str, Any]]:
+        """The events since the last call, in the order of their `time`; a line that is not whole yet comes later."""
+        events: list[dict[str, Any]] = []
+        for info in self._store.list(self._prefix):
+            if self._key is not None and not is_segment(info.key, self._key):
+                continue
+            size, done = self._read.get(info.key, (0, 0))
+            if info.size == size:
+                continue
+            try:
+                data = self._store.get(info.key)
+            except NotInStore:
+                continue
+            end = data.rfind(b"\n") + 1
+            events.extend(_events(data[done:end]))
+            self._read[info.key] = (len(data), end)
+        return sorted(events, key=_time)
+
+
 def _time(event: dict[str, Any]) -> float:
     time = event.get("time")
     return float(time) if isinstance(time, int | float) else 0.0
@@ -104,6 +132,10 @@ def _read(store: Store, key: str) -> Iterator[dict[str, Any]]:
         data = store.get(key)
     except NotInStore:
         return
+    yield from _events(data)
+
+
+def _events(data: bytes) -> Iterator[dict[str, Any]]:
     for line in data.split(b"\n"):
         try:
             event = json.loads(line)

@@ -1,0 +1,155 @@
+"""What was made from a file or an artifact, and which references point there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from flows import figures
+from flows.lineage import queries
+from flows.lineage.index import Index
+from flows.lineage.queries import Artifact
+from flows.names import UnknownName, resolve
+from stages.artifacts import hash_file
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Impact:
+    """What was made from something.
+
+    Attributes:
+        what: how to speak of it: a file's name or an artifact's.
+        sha256: of the file, 64 hex; "" where an artifact was asked about.
+        holders: the artifacts that hold the file, with its path in each; or the artifact itself, with "".
+        made: everything that was made from them, newest first.
+        refs: (reference, digest, since when in unix seconds, whether it names that now).
+    """
+
+    what: str
+    sha256: str
+    holders: list[tuple[Artifact, str]]
+    made: list[Artifact]
+    refs: list[tuple[str, str, float, bool]]
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """How many artifacts of each kind were made, and are in the store."""
+        counts: dict[str, int] = {}
+        for artifact in self.made:
+            if artifact.present:
+                counts[artifact.kind] = counts.get(artifact.kind, 0) + 1
+        return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-able values."""
+        return {
+            "what": self.what,
+            "sha256": self.sha256,
+            "held_by": [{"artifact": found.digest, "kind": found.kind, "path": path} for found, path in self.holders],
+            "kinds": self.kinds,
+            "made": [asdict(found) | {"name": found.name} for found in self.made],
+            "refs": [dict(zip(("ref", "artifact", "since", "now"), found, strict=True)) for found in self.refs],
+        }
+
+
+def impact(index: Index, name: str) -> Impact:
+    """What was made from a file on this machine, a file's SHA-256, the path of a file in an artifact, or an artifact.
+
+    Raises:
+        UnknownName: the store knows nothing of that.
+    """
+    path = Path(name)
+    if path.is_file():
+        sha256 = hash_file(path)[0]
+        if found := of_file(index, sha256, name):
+            return found
+        raise UnknownName(f"{name} (sha256:{sha256[:12]}…): no artifact in store {index.store.url} holds these bytes.")
+    digits = name.removeprefix("artifact:").removeprefix("sha256:")
+    if re.fullmatch(r"[0-9a-f]{64}", digits):
+        if queries.artifact(index, f"sha256:{digits}") is not None:
+            return of_artifact(index, f"sha256:{digits}", f"artifact {digits[:12]}")
+        if found := of_file(index, digits, f"file sha256:{digits[:12]}…"):
+            return found
+        raise UnknownName(f"store {index.store.url} has neither an artifact nor a file {name}.")
+    same = [file for file in queries.files_named(index, name, limit=1000) if file.path == name]
+    if len({file.sha256 for file in same}) == 1:
+        found = of_file(index, same[0].sha256, name)
+        assert found is not None
+        return found
+    if same:
+        hashes = ", ".join(f"sha256:{file.sha256}" for file in same[:3])
+        raise UnknownName(f"{len(same)} different files have the path {name}; give the hash of one: {hashes}, …")
+    try:
+        named = resolve(index.store, name)
+    except UnknownName as error:
+        raise UnknownName(f"there is no file {name} here or in the store, and {error}") from None
+    return of_artifact(index, named.digest, named.label)
+
+
+def of_file(index: Index, sha256: str, what: str) -> Impact | None:
+    """What was made from a file (64 hex); None where no artifact holds it."""
+    holders = queries.holders(index, sha256)
+    if not holders:
+        return None
+    digests = [found.digest for found, _ in holders]
+    return _impact(index, what, sha256, holders, digests)
+
+
+def of_artifact(index: Index, digest: str, what: str) -> Impact:
+    """What was made from an artifact.
+
+    Raises:
+        UnknownName: the store does not know it.
+    """
+    found = queries.artifact(index, digest)
+    if found is None:
+        raise UnknownName(f"store {index.store.url} has no artifact {digest}.")
+    return _impact(index, what, "", [(found, "")], [digest])
+
+
+def _impact(index: Index, what: str, sha256: str, holders: list[tuple[Artifact, str]], digests: list[str]) -> Impact:
+    made = [found for found in queries.made_from(index, digests) if found.digest not in digests]
+    refs = queries.refs_to(index, [*digests, *(found.digest for found in made)])
+    return Impact(what, sha256, holders, made, refs)
+
+
+def lines(found: Impact, limit: int = _SHOWN) -> list[str]:
+    """An impact for people."""
+    kinds = [
+        f"{count:,} {kind}{'' if kind.endswith('s') else 's' * (count != 1)}" for kind, count in found.kinds.items()
+    ]
+    hashed = f" (sha256:{found.sha256[:12]}…)" if found.sha256 else ""
+    now = [f"{ref} (since {_day(since)})" for ref, _, since, is_now in found.refs if is_now]
+    once = sorted(
+        {ref for ref, _, _, is_now in found.refs if not is_now} - {ref for ref, _, _, is_now in found.refs if is_now}
+    )
+    refs = f"; refs: {', '.join(now)}" if now else "; no reference names any of it now"
+    told = [f"{found.what}{hashed}: {figures.listed(kinds) or 'nothing'} made from it{refs}"]
+    if once:
+        told.append(f"  once named by {', '.join(once)}")
+    if found.sha256:
+        for holder, path in found.holders[:limit]:
+            told.append(f"  in {holder.kind} {figures.short(holder.digest)} ({holder.name}) as {path}")
+        if len(found.holders) > limit:
+            told.append(f"  … and {len(found.holders) - limit:,} more artifacts that hold it")
+    names = {digest: ref for ref, digest, _, is_now in found.refs if is_now}
+    for artifact in found.made[:limit]:
+        when = f"{datetime.fromtimestamp(artifact.time).astimezone():%Y-%m-%d %H:%M}" if artifact.time else ""
+        ref = f"  <- {names[artifact.digest]}" if artifact.digest in names else ""
+        gone = "" if artifact.present else "  (not in this store)"
+        told.append(
+            f"    {figures.short(artifact.digest)}  {artifact.kind:<10}  {artifact.name:<20}  run {artifact.run}  {when}"
+            f"{gone}{ref}"
+        )
+    if len(found.made) > limit:
+        told.append(f"    … and {len(found.made) - limit:,} more (all with --limit or --json)")
+    return told
+
+
+def _day(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds).astimezone():%d %b %Y}".lstrip("0")
