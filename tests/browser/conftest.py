@@ -72,6 +72,7 @@ def own_pages(_small: small_store.SmallStore, tmp_path: Path, monkeypatch: pytes
         tmp_path / "files",
         _small.source,
         {run: dict(made) for run, made in _small.made.items()},
+        dict(_small.keys),
     )
     return pages_of(small)
 

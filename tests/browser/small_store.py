@@ -17,7 +17,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from stages.artifacts import Result, Store, append_log, import_files, promote, publish, write_result, write_run
+from stages.artifacts import (
+    Result,
+    Store,
+    append_log,
+    canonical_json,
+    import_files,
+    promote,
+    publish,
+    write_result,
+    write_run,
+)
+from stages.artifacts.manifest import sha256_hex
+from stages.fingerprint import stage_key
 from stages.tokenize.dataset import create_packed
 
 FIRST, SECOND = "golden-otter", "brave-tern"
@@ -34,6 +46,7 @@ class SmallStore:
     folder: Path
     source: str = ""
     made: dict[str, dict[str, str]] = field(default_factory=dict)
+    keys: dict[tuple[str, str], str] = field(default_factory=dict)  # (run, step) -> stage key
 
     def publish(self, name: str, kind: str, files: dict[str, bytes]) -> str:
         """Publish files as an artifact."""
@@ -46,15 +59,17 @@ class SmallStore:
 
     def result(self, step: str, kind: str, digest: str, run: str, **more: Any) -> Result:
         """Write the record of a step."""
-        key = hashlib.sha256(f"{run} {step} {more.get('identity')}".encode()).hexdigest()
+        stage = {"corpus": "tokenize", "base": "pretrain", "report": "evaluate"}.get(step, step)
+        files = {f"stages/{step}/stage.py": {"sha256": "d" * 64}}
+        code = "sha256:" + sha256_hex(canonical_json({path: entry["sha256"] for path, entry in files.items()}))
         fields = {
             "artifact": digest,
             "kind": kind,
-            "stage": {"corpus": "tokenize", "base": "pretrain", "report": "evaluate"}.get(step, step),
+            "stage": stage,
             "step": step,
-            "key": key,
+            "key": stage_key(stage, more.get("identity", {}), more.get("inputs", {}), code),
             "run": run,
-            "code": {"digest": "sha256:" + "c" * 64, "files": {f"stages/{step}/stage.py": {"sha256": "d" * 64}}},
+            "code": {"digest": code, "files": files},
             "environment": {"python": "3.11.7", "libraries": {"torch": "2.13.0"}},
             "started": "2026-01-02T03:04:00+00:00",
             "finished": f"2026-01-02T03:0{4 + STEPS.index(step) if step in STEPS else 9}:05+00:00",
@@ -62,7 +77,9 @@ class SmallStore:
             "logs": f"logs/{run}/{step}.jsonl",
             **more,
         }
-        return write_result(self.store, Result.model_validate(fields))
+        result = write_result(self.store, Result.model_validate(fields))
+        self.keys[run, step] = result.key
+        return result
 
 
 def tokenizer() -> Tokenizer:
@@ -297,12 +314,14 @@ def _document(small: SmallStore, run: str) -> None:
             _NEEDS[name],
             "cached" if reused else "done",
             reason=why,
+            key=small.keys[FIRST if reused else run, name],
             artifact=small.made[run][name],
             outputs=outputs,
             seconds=0.1 if reused else 65.0,
             metrics={"loss": 1.1} if name == "base" else {},
             attempts=0 if reused else 1,
             logs=None if reused else f"logs/{run}/{name}.jsonl",
+            started=None if reused else "2026-01-02T03:04:00.000+00:00",
         )
         if not reused:
             append_log(small.store, run, name, log(name))

@@ -49,6 +49,35 @@ def test_a_run_shows_each_step_with_state_time_and_reason(pages: Pages) -> None:
     assert "95.0%" in plain(text)
 
 
+def test_a_run_says_what_it_cost_and_what_reuse_saved(pages: Pages) -> None:
+    assert "3m 15s of CPU spent 2m 10s of CPU saved by reuse" in plain(pages.text(f"/run/{SECOND}"))
+    assert "reused 1 time saved 1m 05s of CPU" in plain(pages.text(f"/artifact/{pages.digest('base')}"))
+    assert "cost with all before it 4m 20s of CPU" in plain(pages.text(f"/artifact/{pages.digest('grpo')}"))
+
+
+def test_why_a_step_ran_has_a_page_of_its_own(pages: Pages) -> None:
+    assert f'href="/run/{SECOND}/why/sft"' in pages.text(f"/run/{SECOND}")
+    text = plain(pages.text(f"/run/{SECOND}/why/sft"))
+    assert f"of run {FIRST} : learning_rate 0.02 -> 0.03" in text
+    assert f"Run {FIRST} had computed it" in plain(pages.text(f"/run/{SECOND}/why/base"))
+    assert "has no step" in pages.text(f"/run/{SECOND}/why/nothing", 404)
+
+
+def test_two_models_are_compared_down_to_the_setting_that_differs(pages: Pages) -> None:
+    page = pages.text("/compare?a=production@2&b=production")
+    text = plain(page)
+    sft = text[text.index("What made them differ") : text.index("Figures")]
+    assert "sft setting learning_rate 0.02 -> 0.03 metric loss 0.220 → 0.230" in sft
+    assert "grpo only its inputs metric reward 0.900 → 0.950" in sft
+    assert "base" not in sft  # the same on both sides
+    assert "exact match 0.900 0.950 +0.0500" in text
+    assert "byte by byte" in plain(pages.text("/compare?a=production&b=brave-tern/grpo"))
+    assert "no move '9'" in plain(pages.text("/compare?a=production@9&b=production", 404))
+    assert "No artifact begins with 'nothing'" in plain(pages.text("/compare?a=nothing&b=production", 404))
+    for name in (f"{FIRST}/grpo/rollouts", "sft", pages.digest("sft")[7:20], "ref:production"):
+        pages.text(f"/compare?a={name}&b=production")
+
+
 def test_the_graph_of_a_run_has_every_step_and_what_came_from_outside(pages: Pages) -> None:
     picture = pages.text(f"/run/{FIRST}").split("<svg width", 3)[2]
     labels = re.findall(r'<a href="([^"]+)" class="look-(\w+)[^"]*" aria-label="([^"]+)"', picture)

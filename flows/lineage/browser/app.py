@@ -96,6 +96,10 @@ def create_app(site: Site, hosts: Collection[str] = LOOPBACK) -> FastAPI:
     def log(name: str, step: str, at: Annotated[int | None, Query(ge=0)] = None) -> HTMLResponse:
         return show("log.html", run_pages.log(site, name, step, at))
 
+    @app.get("/run/{name}/why/{step}")
+    def why(name: str, step: str) -> HTMLResponse:
+        return show("why.html", run_pages.why(site, name, step))
+
     @app.get("/artifacts")
     def artifacts(page: Page = 0, kind: str = "") -> HTMLResponse:
         return show("artifacts.html", artifact_pages.artifacts(site, page, kind or None))
@@ -114,6 +118,14 @@ def create_app(site: Site, hosts: Collection[str] = LOOPBACK) -> FastAPI:
     @app.get("/artifact/{digest}/children")
     def children(digest: str, page: Page = 0) -> HTMLResponse:
         return show("children.html", artifact_pages.children(site, digest, page))
+
+    @app.get("/artifact/{digest}/step")
+    def step(digest: str, step: Annotated[int, Query(ge=1)]) -> RedirectResponse:
+        return RedirectResponse(site.links.artifact(digest, "step", step))
+
+    @app.get("/artifact/{digest}/step/{number}")
+    def trace(digest: str, number: int) -> HTMLResponse:
+        return show("trace.html", artifact_pages.trace(site, digest, number))
 
     @app.get("/artifact/{digest}/check")
     def check(digest: str, ancestors: bool = False) -> HTMLResponse:

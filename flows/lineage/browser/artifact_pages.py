@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flows import figures, summary
-from flows.lineage import queries
+from flows.lineage import cost, queries, records
+from flows.lineage import rows as lineage_rows
 from flows.lineage.browser import charts, pieces, rows
 from flows.lineage.browser.drawing import Box, Drawing, draw
-from flows.lineage.browser.pieces import entry_of
 from flows.lineage.browser.rendering import KIND_SIGNS
 from flows.lineage.browser.run_pages import evaluations, read_report, training_rows
 from flows.lineage.browser.site import NoPage, Site
+from flows.lineage.records import entry_of
+from flows.names import UnknownName
 from stages.artifacts import (
     Damaged,
     FileEntry,
@@ -20,9 +22,7 @@ from stages.artifacts import (
     NotInStore,
     Result,
     StoreError,
-    parse_result,
     read_manifest,
-    result_key,
 )
 
 PAGE = 50
@@ -65,7 +65,8 @@ def artifact(site: Site, name: str, file_page: int = 0) -> dict[str, Any]:
         known = queries.Artifact(digest, manifest.kind, manifest.size, len(manifest.files), True, None)
     problems += _missing_files(site, manifest) if manifest is not None else []
     makings = queries.makings(index, digest)
-    record = _record(site, makings)
+    made = records.makers(index, digest)
+    record = made[0][0] if made else None
     children = queries.children(index, digest, limit=PAGE + 1)
     files = manifest.files[file_page * FILES : (file_page + 1) * FILES] if manifest is not None else ()
     content: dict[str, Any] = {}
@@ -91,6 +92,8 @@ def artifact(site: Site, name: str, file_page: int = 0) -> dict[str, Any]:
         "legend": sorted(KIND_SIGNS.items()),
         "refs": [(ref, time) for ref, _, time, now in refs if now],
         "former_refs": [(ref, time) for ref, _, time, now in refs if not now],
+        "cost": _cost(site, digest),
+        "can_trace": record is not None and not known.output and record.stage in lineage_rows.DATA_INPUTS,
         "runs": queries.runs_with(index, digest, limit=8),
         "files": files,
         "all_files": manifest.files if manifest is not None else (),
@@ -122,22 +125,6 @@ def _missing_files(site: Site, manifest: Manifest) -> list[str]:
         elif sizes[entry.blob] != entry.size:
             told.append(f"{entry.path}: {entry.blob} has {sizes[entry.blob]:,} bytes, not {entry.size:,}.")
     return told
-
-
-def _record(site: Site, makings: Iterable[queries.Making]) -> Result | None:
-    """The record of the newest making, from the store: also one that a forced run has replaced since."""
-    for making in makings:
-        try:
-            result = parse_result(site.store, result_key(making.stage, making.key))
-        except (StoreError, ValueError):
-            continue
-        if making.current:
-            return result
-        for entry in reversed(result.history):
-            older = Result.model_validate({name: value for name, value in entry.items() if name != "same_bytes"})
-            if older.run == making.run:
-                return older
-    return None
 
 
 def _settings(record: Result | None) -> list[tuple[str, Any, bool]]:
@@ -186,6 +173,14 @@ def _samples(report: Mapping[str, Any]) -> list[dict[str, Any]]:
             answers = {label: answer for label, answer in sample["answers"].items() if isinstance(answer, dict)}
             found.append({"prompt": sample.get("prompt"), "answers": answers})
     return found
+
+
+def _cost(site: Site, digest: str) -> list[tuple[str, str]]:
+    """(what it is, figure) of what an artifact cost, and what its reuse saved."""
+    found = cost.model_cost(site.index, digest)
+    times, saved = cost.saved_by(site.index, digest)
+    shown = [("cost with all before it", cost.told(found.spent))] if found.spent else []
+    return shown + ([(f"reused {times} time{'s' * (times != 1)}", f"saved {cost.told(saved)}")] if times else [])
 
 
 def _commands(site: Site, known: queries.Artifact) -> list[tuple[str, str]]:
@@ -286,6 +281,7 @@ def lineage(site: Site, name: str) -> dict[str, Any]:
         "artifact": known,
         "drawings": picture(site, known, limit=_WHOLE_PICTURE, up=60, down=False),
         "found": list(found.values())[1:],
+        "size": sum(item.size for item in found.values()),
         "cut": bool(waiting) or len(found) > _WHOLE_PICTURE,
         "legend": sorted(KIND_SIGNS.items()),
         "command_line": site.command("lineage", digest),
@@ -387,4 +383,24 @@ def dataset_rows(site: Site, name: str, split: str, page: int) -> dict[str, Any]
         "artifact": queries.artifact(site.index, digest),
         "full": digest,
         "rows": found,
+    }
+
+
+def trace(site: Site, name: str, step: int) -> dict[str, Any]:
+    """Which rows of which files an optimiser step of a checkpoint's training consumed.
+
+    Raises:
+        NoPage: the artifact is no such checkpoint, or has no such step.
+        Damaged: a file that is needed for the answer is damaged.
+    """
+    digest = site.digest(name)
+    try:
+        found = lineage_rows.consumed(site.index, digest, step)
+    except UnknownName as error:
+        raise NoPage(str(error)) from None
+    return {
+        "title": f"Step {step} of {found.name}",
+        "here": "artifacts",
+        "consumed": found,
+        "command_line": site.command("trace", figures.short(digest), "--step", str(step)),
     }

@@ -1,4 +1,4 @@
-"""The page that checks an artifact now: every hash recomputed, of it alone or with all it was made from.
+"""The page that checks an artifact now: every hash and the records of how, of it alone or with all it was made from.
 
 Reading gigabytes is for the command `headrace verify`; the page does it up to a size, and one check at a time.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from flows.lineage import queries
+from flows.lineage import proof, queries, records
 from flows.lineage.browser.site import NoPage, Site
-from stages.artifacts import verify_artifacts
+from stages.artifacts import Damage, result_key, verify_artifacts
 
 MOST_BYTES = 2 << 30
 _MOST_ARTIFACTS = 2000
@@ -51,10 +52,24 @@ def check(site: Site, name: str, *, ancestors: bool) -> dict[str, Any]:
         return shown | {"state": "busy"}
     try:
         begun = time.monotonic()
-        damages = list(verify_artifacts(site.store, [item.digest for item in found]))
+        damages = [*_pointers(site, found), *verify_artifacts(site.store, [item.digest for item in found])]
         return shown | {"damages": damages, "seconds": time.monotonic() - begun}
     finally:
         _checking.release()
+
+
+def _pointers(site: Site, found: list[queries.Artifact]) -> Iterator[Damage]:
+    """What is wrong with records and references: those that cannot be read, and those that contradict themselves."""
+    for unread in queries.problems(site.index):
+        if unread.key.startswith(("results/", "refs/")):  # what it named cannot be told, so it may be part of this
+            yield Damage(unread.key, unread.problem)
+    for item in found:
+        for result, _ in records.makers(site.index, item.digest):
+            for problem in proof.check_record(site.store, result):
+                yield Damage(result_key(result.stage, result.key), problem, result.artifact)
+    for name, _, _, now in queries.refs_to(site.index, [found[0].digest]):
+        if now:
+            yield from proof.check_ref(site.store, name)
 
 
 def _with_ancestors(site: Site, root: queries.Artifact) -> list[queries.Artifact]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flows import figures
+from flows.lineage import compare as lineage_compare
 from flows.lineage import queries
 from flows.lineage.browser import charts
 from flows.lineage.browser.run_pages import evaluations, training_rows
@@ -12,6 +13,8 @@ from flows.lineage.browser.site import NoPage, Site
 from stages.artifacts import NotInStore, read_ref
 
 _OFFERED = 40
+_FILES = 20  # differing files of imported data that are named
+_METRICS = 12  # of a step
 
 
 def compare(site: Site, first: str, second: str) -> dict[str, Any]:
@@ -40,9 +43,30 @@ def compare(site: Site, first: str, second: str) -> dict[str, Any]:
         "both": list(zip(labels, both, strict=True)),
         "same": both[0].digest == both[1].digest,
         "metrics": _metrics(site, both),
+        "differences": _differences(site, both) if both[0].digest != both[1].digest else [],
         "curves": _curves(site, both, labels),
         "command_line": site.command("diff", *(figures.short(item.digest) for item in both)),
     }
+
+
+def _differences(site: Site, both: tuple[queries.Artifact, queries.Artifact]) -> list[dict[str, Any]]:
+    """What differs in what the two were made from, step by step, the furthest back first."""
+    found = lineage_compare.compare(site.index, both[0].digest, both[1].digest)
+    shown: list[dict[str, Any]] = []
+    told: set[str] = set()  # a source file that several steps share is shown once
+    for step in found.steps:
+        code = {path: diff.splitlines() for path, diff in step.code.items()}
+        shown.append(
+            {
+                "step": step,
+                "data": [str(item) for item in step.data[:_FILES]],
+                "more_data": max(0, len(step.data) - _FILES),
+                "code": [(path, [] if path in told else lines) for path, lines in code.items()],
+                "metrics": [(name, one, other) for name, (one, other) in step.metrics.items()][:_METRICS],
+            }
+        )
+        told.update(code)
+    return shown
 
 
 def named(site: Site, name: str) -> queries.Artifact:

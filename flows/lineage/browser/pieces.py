@@ -18,18 +18,13 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from stages.artifacts import Damaged, FileEntry, Manifest, NotInStore, Store, log_key
+from stages.artifacts import Damaged, FileEntry, NotInStore, Store, log_key
 from stages.artifacts.store import is_segment
 
 SMALL = 4 << 20  # bytes that are read whole
 PIECE = 64 << 10  # bytes of text on a page
 _BUFFER = 256 << 10
 _HEADER = 16 << 20  # the largest header of a safetensors file that is read
-
-
-def entry_of(manifest: Manifest, path: str) -> FileEntry | None:
-    """The file of an artifact at a path; None where it has none there."""
-    return next((entry for entry in manifest.files if entry.path == path), None)
 
 
 def whole(store: Store, entry: FileEntry, limit: int = SMALL) -> bytes | None:

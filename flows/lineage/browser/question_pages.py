@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from flows import figures
+from flows.lineage import impact as lineage_impact
 from flows.lineage import queries
 from flows.lineage.browser import charts
 from flows.lineage.browser.run_pages import evaluations, headline_of
@@ -16,6 +17,7 @@ from stages.artifacts.refs import before
 PAGE = 50
 _HITS = 60
 _MOVES = 100
+_HOLDERS = 200  # of a file, on a page
 # Of a model's figures, the one that its reference's chart shows first.
 _TELLING = ("exact_match", "sampled", "preference_accuracy", "bits_per_byte", "eval_loss", "reward", "loss")
 _SHARES = frozenset({"exact_match", "sampled", "preference_accuracy", "shows_work", "sampled_showing_work"})
@@ -42,30 +44,23 @@ def impact(site: Site, sha256: str, page: int) -> dict[str, Any]:
     """
     if not re.fullmatch(r"[0-9a-f]{64}", sha256):
         raise NoPage("A file is named by its SHA-256, 64 hexadecimal digits.")
-    holders = queries.holders(site.index, sha256, limit=200)
-    if not holders:
+    found = lineage_impact.of_file(site.index, sha256, f"sha256:{sha256[:12]}")
+    if found is None:
         raise NoPage(f"No artifact of this store holds a file with the hash {sha256}.")
-    holding = list(dict.fromkeys(artifact.digest for artifact, _ in holders))
-    made = queries.made_from(site.index, holding)
-    kinds: dict[str, int] = {}
-    for artifact in made:
-        kinds[artifact.kind or "missing"] = kinds.get(artifact.kind or "missing", 0) + 1
-    name = holders[0][1]
-    digests = [*holding, *(artifact.digest for artifact in made)]
-    names = {artifact.digest: artifact for artifact in [*(holder for holder, _ in holders), *made]}
-    refs = queries.refs_to(site.index, digests)
+    names = {artifact.digest: artifact for artifact in [*(holder for holder, _ in found.holders), *found.made]}
+    name = found.holders[0][1]
     return {
         "title": f"Impact of {name}",
         "name": name,
         "sha256": sha256,
-        "holders": holders,
-        "made": made[page * PAGE : (page + 1) * PAGE],
+        "holders": found.holders[:_HOLDERS],
+        "made": found.made[page * PAGE : (page + 1) * PAGE],
         "page": page,
-        "pages": -(-len(made) // PAGE),
-        "kinds": sorted(kinds.items()),
-        "total": len(made),
-        "refs": [(ref, names[digest], time) for ref, digest, time, now in refs if now],
-        "former": [(ref, names[digest], time) for ref, digest, time, now in refs if not now],
+        "pages": -(-len(found.made) // PAGE),
+        "kinds": sorted(found.kinds.items()),
+        "total": len(found.made),
+        "refs": [(ref, names[digest], time) for ref, digest, time, now in found.refs if now],
+        "former": [(ref, names[digest], time) for ref, digest, time, now in found.refs if not now],
         "command_line": site.command("impact", sha256),
     }
 

@@ -43,6 +43,8 @@ KIND_SIGNS: dict[str, str] = {
     "logprobs": "∑",
     "rollouts": "❝",
     "report": "▲",
+    "code": "§",
+    "origins": "⌖",
 }
 
 
@@ -72,13 +74,13 @@ class Links:
 
     root: str = ""
 
-    def __call__(self, *parts: str, **query: Any) -> str:
+    def __call__(self, *parts: str | int, **query: Any) -> str:
         """The address of a page: parts of its path, and what follows the "?" (None and "" are left out)."""
-        path = "/".join(quote(part, safe="@:+") for part in parts)
+        path = "/".join(quote(str(part), safe="@:+") for part in parts)
         given = {name: value for name, value in query.items() if value not in (None, "")}
         return f"{self.root}/{path}{'?' + urlencode(given) if given else ''}"
 
-    def artifact(self, digest: str, *more: str, **query: Any) -> str:
+    def artifact(self, digest: str, *more: str | int, **query: Any) -> str:
         return self("artifact", digest, *more, **query)
 
     def artifact_file(self, digest: str, path: str, what: str = "file", **query: Any) -> str:

@@ -15,7 +15,8 @@ import numpy as np
 from pydantic_core import from_json
 from tokenizers import Tokenizer
 
-from flows.lineage.browser.pieces import Tensor, entry_of, open_file, read_range, tensors, whole
+from flows.lineage.browser.pieces import Tensor, open_file, read_range, tensors, whole
+from flows.lineage.records import entry_of
 from stages.artifacts import Damaged, FileEntry, Manifest, Store
 from stages.tokenize.dataset import INFO_FILE, PACKED, TOKENIZER_FOLDER
 

@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from flows import figures, listing, summary
-from flows.lineage import queries
+from flows.lineage import cost, queries
+from flows.lineage import why as reasons
 from flows.lineage.browser import charts, pieces
 from flows.lineage.browser.drawing import Box, draw
 from flows.lineage.browser.rendering import STATES, seconds_of
 from flows.lineage.browser.site import NoPage, Site
+from flows.lineage.records import entry_of
+from flows.names import UnknownName
 from stages.artifacts import Damaged, StoreError, read_manifest, read_run
 
 PAGE = 50
@@ -105,7 +108,7 @@ def run(site: Site, name: str) -> dict[str, Any]:
         "charts": _curves(site, steps),
         "evaluation": _evaluation(site, steps),
         "sources": _sources(site, document),
-        "cost": _cost(site, document, steps),
+        "cost": _cost(site, name),
         "running": running,
         "commands": [site.command("status", name), site.command("logs", name)],
         "recipe_file": str(document.get("recipe_path") or ""),
@@ -217,7 +220,7 @@ def _curves(site: Site, steps: list[dict[str, Any]]) -> list[tuple[str, str, cha
 def training_rows(site: Site, digest: str) -> tuple[list[dict[str, Any]], bool]:
     """The rows of a checkpoint's training.jsonl, and whether they are all; none where it cannot be read."""
     try:
-        entry = pieces.entry_of(read_manifest(site.store, digest), "training.jsonl")
+        entry = entry_of(read_manifest(site.store, digest), "training.jsonl")
         return pieces.training_rows(site.store, entry) if entry is not None else ([], True)
     except (StoreError, ValueError):  # the artifact's own page says what is wrong with it
         return [], True
@@ -228,7 +231,7 @@ def _evaluation(site: Site, steps: list[dict[str, Any]]) -> dict[str, Any] | Non
     for step in reversed(steps):
         if step["stage"] == "evaluate" and step["artifact"]:
             try:
-                entry = pieces.entry_of(read_manifest(site.store, step["artifact"]), "report.json")
+                entry = entry_of(read_manifest(site.store, step["artifact"]), "report.json")
                 report = read_report(site, entry) if entry is not None else None
             except (StoreError, ValueError):
                 continue
@@ -251,8 +254,30 @@ def read_report(site: Site, entry: Any) -> dict[str, Any] | None:
     return report
 
 
-def _cost(site: Site, document: Mapping[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
-    return {}
+def _cost(site: Site, name: str) -> list[tuple[str, str]]:
+    """(figure, what it is) of what a run spent, and what reuse saved it."""
+    found = cost.run_cost(site.index, name)
+    shown = [(cost.told(found.spent), "spent")] if found.spent else []
+    return shown + ([(cost.told(found.saved), "saved by reuse")] if found.saved else [])
+
+
+def why(site: Site, name: str, step: str) -> dict[str, Any]:
+    """Why a step of a run was computed or reused, with everything that differs from the result before it.
+
+    Raises:
+        NoPage: there is no such run or step.
+    """
+    _document(site, name)
+    try:
+        found = reasons.why(site.index, step, name)
+    except UnknownName as error:
+        raise NoPage(str(error)) from None
+    return {
+        "title": f"Why {step} of run {name}",
+        "here": "runs",
+        "why": found,
+        "command_line": site.command("why", f"{name}/{step}"),
+    }
 
 
 def log(site: Site, name: str, step: str, at: int | None) -> dict[str, Any]:
