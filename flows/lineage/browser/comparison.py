@@ -10,7 +10,7 @@ from flows.lineage import queries
 from flows.lineage.browser import charts
 from flows.lineage.browser.run_pages import evaluations, training_rows
 from flows.lineage.browser.site import NoPage, Site
-from stages.artifacts import NotInStore, read_ref
+from stages.artifacts import NotInStore, read_ref, read_run
 
 _OFFERED = 40
 _FILES = 20  # differing files of imported data that are named
@@ -103,13 +103,12 @@ def _of_reference(site: Site, name: str) -> str | None:
 def _of_run(site: Site, name: str) -> str | None:
     run, _, rest = name.partition("/")
     step, _, output = rest.partition("/")
-    for item in queries.steps(site.index, run) if rest else ():
-        if item.step == step and item.artifact:
-            if not output:
-                return item.artifact
-            made = queries.artifacts(site.index, step=step, run=run, limit=20)
-            return next((other.digest for other in made if other.output == output), None)
-    return None
+    try:
+        document = read_run(site.store, run) if rest else None
+    except ValueError:  # no possible name of a run
+        return None
+    entry = (document or {}).get("steps", {}).get(step) or {}
+    return (entry.get("outputs") or {}).get(output) if output else entry.get("artifact")
 
 
 def _labels(both: tuple[queries.Artifact, queries.Artifact]) -> tuple[str, str]:
