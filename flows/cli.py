@@ -290,6 +290,25 @@ def gc(
 
 
 @app.command()
+def browse(
+    store: StoreUrl = ".headrace",
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to serve on; there is no log-in.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 for any free one.")] = 4280,
+    root_path: Annotated[str, typer.Option(metavar="PATH", help="Path that a proxy serves the pages under.")] = "",
+    allow_host: Annotated[
+        list[str] | None, typer.Option("--allow-host", metavar="NAME", help="A further host name to answer to.")
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Open a web browser.")] = False,
+) -> None:
+    """Serve web pages to walk through the store: runs, artifacts and what they were made from, references."""
+    from flows.lineage.browser import serve
+
+    serve.browse(store, serve.address_of(host, port, root_path, allow_host or []), open_browser=open_)
+
+
+@app.command()
 def doctor(store: StoreUrl = ".headrace", json_: Json = False) -> None:
     """Check this machine and the store: what does not work or is not safe, and how to mend it."""
     from flows import doctor as checks

@@ -108,7 +108,7 @@ def logs(store_url: str, run: str | None, step: str | None, *, as_json: bool, fo
         found = True
         if as_json:
             print(json.dumps(event, ensure_ascii=False), flush=follow)
-        elif text := _log_text(event):
+        elif text := event_text(event):
             print(f"{_clock(event)} {event.get('step', ''):<12} {text}", flush=follow)
     if not found and not as_json:
         said = f"step {step} of run {record['id']}" if step else f"run {record['id']}"
@@ -146,7 +146,7 @@ def _clock(event: dict[str, Any]) -> str:
     return time.strftime("%H:%M:%S", time.localtime(float(event.get("time") or 0)))
 
 
-def _log_text(event: dict[str, Any]) -> str:
+def event_text(event: dict[str, Any]) -> str:
     """An event as a line of a log; "" for those that only move a progress bar."""
     match event.get("type"):
         case "log":

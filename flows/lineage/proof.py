@@ -77,7 +77,7 @@ def verify_deep(store: Store, digest: str, ref: str = "") -> Proof:
     """
     proof = Proof()
     if ref:
-        proof.damages += _check_ref(store, ref)
+        proof.damages += check_ref(store, ref)
     by_artifact: dict[str, list[tuple[str, Result]]] = {}
     for info in store.list("results/"):
         try:
@@ -104,7 +104,7 @@ def verify_deep(store: Store, digest: str, ref: str = "") -> Proof:
             if id(result) not in checked:
                 checked.add(id(result))
                 proof.records += 1
-                proof.damages += [Damage(key, problem, result.artifact) for problem in _check_record(store, result)]
+                proof.damages += [Damage(key, problem, result.artifact) for problem in check_record(store, result)]
     proof.artifacts = list(seen)
     proof.damages += verify_artifacts(store, seen)
     _count(store, proof, {made for made, found in by_artifact.items() if found})
@@ -129,7 +129,7 @@ def _count(store: Store, proof: Proof, made: set[str]) -> None:
     proof.files, proof.size = len(sizes), sum(sizes.values())
 
 
-def _check_ref(store: Store, name: str) -> list[Damage]:
+def check_ref(store: Store, name: str) -> list[Damage]:
     key = f"refs/{name}.json"
     try:
         ref: Ref = read_ref(store, name)
@@ -152,7 +152,7 @@ def _check_ref(store: Store, name: str) -> list[Damage]:
 # Records
 
 
-def _check_record(store: Store, result: Result) -> Iterator[str]:
+def check_record(store: Store, result: Result) -> Iterator[str]:
     """What contradicts itself in a record, in a few words each."""
     if result.stage in _MADE_OUTSIDE:
         return

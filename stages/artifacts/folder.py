@@ -89,6 +89,11 @@ class FolderStore:
             check_limit(self.url, key, os.fstat(file.fileno()).st_size, limit)
             return file.read()
 
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        with self._errors(key, "read"), open(self._path(key), "rb") as file:
+            file.seek(start)
+            return file.read(length)
+
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
         data = self.get(key)
         return data, sha256_hex(data)

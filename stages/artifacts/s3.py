@@ -103,6 +103,21 @@ class S3Store:
     def get(self, key: str, *, limit: int | None = None) -> bytes:
         return self._get(key, limit)[0]
 
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        name, size = self._name(key), self.size(key)
+        if size is None:
+            raise NotInStore(f"store {self.url} has no {key}")
+        if start >= size or length <= 0:  # a range of no bytes is an error to a server
+            return b""
+
+        def get() -> bytes:
+            span = f"bytes={start}-{min(start + length, size) - 1}"
+            with s3_transfer.body_of(self.client.get_object(Bucket=self.bucket, Key=name, Range=span)) as body:
+                return bytes(body.read())
+
+        with self._errors("read", key):
+            return s3_transfer.persist(get)
+
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
         return self._get(key, None)
 

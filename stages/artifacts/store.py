@@ -85,6 +85,12 @@ class Store(Protocol):
     def get(self, key: str, *, limit: int | None = None) -> bytes:
         """All bytes of an object; `NotInStore` if there is none, `Damaged` and unread if it has more than `limit`."""
 
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """At most `length` bytes of an object from `start` on, fewer where it ends: for a look into large objects.
+
+        They are not compared with any hash. `NotInStore` if there is no such object.
+        """
+
     def get_with_tag(self, key: str) -> tuple[bytes, str]:
         """All bytes of an object and the tag of this version of it, for `put(..., if_match=tag)`."""
 

@@ -40,6 +40,17 @@ def test_objects_are_put_read_listed_and_deleted(store: Store) -> None:
     assert store.get("a/c") == b""
 
 
+def test_a_piece_of_an_object_is_read_and_ends_where_the_object_does(store: Store) -> None:
+    store.put("k", b"0123456789")
+    assert store.get_range("k", 0, 4) == b"0123"
+    assert store.get_range("k", 7, 100) == b"789"
+    assert store.get_range("k", 10, 5) == b""
+    assert store.get_range("k", 50, 5) == b""
+    assert store.get_range("k", 3, 0) == b""
+    with pytest.raises(NotInStore, match="has no nothing"):
+        store.get_range("nothing", 0, 4)
+
+
 def test_keys_may_hold_any_text_that_a_path_may(store: Store) -> None:
     names = ["ä 日本/😀.json", "plus+and&?=%20#;'\"<>", "dots...and~tilde", "a" * 250]
     for name in names:
