@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import errno
 import fcntl
+import io
 import os
 import time
 import uuid
@@ -36,7 +37,8 @@ from stages.artifacts.store import (
 )
 from stages.os_errors import explained
 
-_WRITERS = 4  # files stored at once: fsync waits for the disk, not for a core
+_WRITERS = 16  # files stored at once: fsync waits for the disk, not for a core
+_SMALL = 1 << 20  # bytes of a file that is compared with the blob that is there, before it is stored anew
 _LOCKS = 256
 _LOCK_SECONDS = 60.0
 _NEVER_COMPARED = ("blobs/", "manifests/", "work/", "runs/", "logs/")
@@ -227,20 +229,55 @@ class FolderStore:
 
     def put_blob(self, path: Path, *, known: tuple[str, int] | None = None) -> tuple[str, int]:
         """Store a file as a blob: hashed while it is copied. One that is there already is replaced, which heals it."""
-        if known is not None and self.size(blob_key(known[0])) == known[1]:
-            return known
-        with open_source(path) as source, self._errors(str(path), "write"), self._temporary() as (temporary, file):
-            # Not beyond its size now: one that grows is stored as it was.
-            digest, size = copy_stream(source, file, path, at_most=os.fstat(source.fileno()).st_size)
-            self._place(temporary, file, self._path(blob_key(digest)))
-        return digest, size
+        return self.put_blobs([path], [known])[0]
 
     def put_blobs(
         self, paths: Sequence[Path], known: Sequence[tuple[str, int] | None] | None = None
     ) -> builtins.list[tuple[str, int]]:
+        had = list(known or [None] * len(paths))
+        sizes = self.sizes(blob_key(blob[0]) for blob in had if blob is not None)
+        done = {
+            index: blob
+            for index, blob in enumerate(had)
+            if blob is not None and sizes.get(blob_key(blob[0])) == blob[1]
+        }
+        rest = [index for index in range(len(paths)) if index not in done]
+        entered: set[Path] = set()  # folders with new entries: each is made durable once, for all of them
         with ThreadPoolExecutor(_WRITERS) as pool:
-            had = known or [None] * len(paths)
-            return in_parallel(pool, lambda index: self.put_blob(paths[index], known=had[index]), range(len(paths)))
+            stored = in_parallel(pool, lambda index: self._put_blob(paths[index], entered), rest)
+            with self._errors("blobs", "write"):
+                in_parallel(pool, fsync_folder, sorted(entered))
+        done.update(zip(rest, stored, strict=True))
+        return [done[index] for index in range(len(paths))]
+
+    def _put_blob(self, path: Path, entered: set[Path]) -> tuple[str, int]:
+        with open_source(path) as source, self._errors(str(path), "write"):
+            size = os.fstat(source.fileno()).st_size  # one that grows is stored as it was
+            if size <= _SMALL:
+                buffer = io.BytesIO()
+                digest, size = copy_stream(source, buffer, path, at_most=size)
+                target = self._path(blob_key(digest))
+                if self._is(target, buffer.getbuffer()):
+                    return digest, size
+                with self._temporary() as (temporary, file):
+                    file.write(buffer.getbuffer())
+                    self._place(temporary, file, target, entered=entered)
+            else:
+                with self._temporary() as (temporary, file):
+                    digest, size = copy_stream(source, file, path, at_most=size)
+                    self._place(temporary, file, self._path(blob_key(digest)), entered=entered)
+        return digest, size
+
+    def _is(self, path: Path, data: memoryview) -> bool:
+        """Whether a file is there and has this content. It is made young then, as if it had been put anew."""
+        try:
+            with open(path, "rb") as file:
+                if os.fstat(file.fileno()).st_size != len(data) or file.read() != data:
+                    return False
+            os.utime(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def get_file(self, key: str, path: Path, *, size: int | None = None, resume: bool = False) -> tuple[str, int]:
         with self._errors(key, "read"):
@@ -348,8 +385,16 @@ class FolderStore:
         finally:
             path.unlink(missing_ok=True)
 
-    def _place(self, temporary: Path, file: IO[bytes], target: Path, *, if_absent: bool = False) -> bool:
-        """Make a finished temporary file the object `target`, durably."""
+    def _place(
+        self,
+        temporary: Path,
+        file: IO[bytes],
+        target: Path,
+        *,
+        if_absent: bool = False,
+        entered: set[Path] | None = None,
+    ) -> bool:
+        """Make a finished temporary file the object `target`, durably; with `entered`, once its folder is synced."""
         file.flush()
         os.fsync(file.fileno())
         for attempt in range(100):
@@ -365,7 +410,10 @@ class FolderStore:
             except FileNotFoundError:  # a delete removed a folder as empty just now
                 if attempt == 99:
                     raise
-        fsync_folder(target.parent)
+        if entered is None:
+            fsync_folder(target.parent)
+        else:
+            entered.add(target.parent)
         return True
 
     def _make_folder(self, folder: Path) -> None:

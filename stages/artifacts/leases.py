@@ -300,8 +300,15 @@ def read_lease(store: Store, key: str) -> LeaseRecord | None:
 
 
 def gc_is_running(store: Store) -> bool:
-    """Whether a gc may be removing things just now. One that was killed elsewhere may still count for a while."""
-    lease = read_lease(store, GC_KEY)
+    """Whether a gc may be removing things just now. One that was killed elsewhere may still count for a while.
+
+    A damaged record may be that of a running one.
+    """
+    try:
+        lease = read_lease(store, GC_KEY)
+    except Damaged as error:
+        leave_out(error)
+        return True
     return lease is not None and lease.holder is not None and not lease.is_dead()
 
 

@@ -50,14 +50,17 @@ def import_files(store: Store, files: list[tuple[str, Path]], kind: str, cache: 
 
     Raises: as `publish`.
     """
-    _check(files, kind)
+    _check(files, kind, look=cache is None)
     paths = [file for _, file in files]
-    known = None if cache is None else [cache.known(file) for file in paths]
-    marks = [] if cache is None else [cache.mark(file) for file in paths]
-    stored = store.put_blobs(paths, known)
-    if cache is not None:
-        for file, mark, (sha256, _) in zip(paths, marks, stored, strict=True):
-            cache.remember(file, mark, sha256)
+    if cache is None:
+        stored = store.put_blobs(paths)
+    else:
+        marks = [cache.mark(file) for file in paths]
+        known = [cache.known(file, mark) for file, mark in zip(paths, marks, strict=True)]
+        stored = store.put_blobs(paths, known)
+        for file, mark, had, (sha256, _) in zip(paths, marks, known, stored, strict=True):
+            if had is None:
+                cache.remember(file, mark, sha256)
     entries = [FileEntry(path, size, sha256) for (path, _), (sha256, size) in zip(files, stored, strict=True)]
     manifest = Manifest(kind, tuple(entries))
     _put_manifest(store, manifest)
@@ -175,10 +178,10 @@ class HashCache:
         Raises:
             StoreError: it cannot be read.
         """
-        known = self.known(path)
+        mark = self.mark(path)
+        known = self.known(path, mark)
         if known is not None:
             return known
-        mark = self.mark(path)
         sha256, size = hash_file(path)
         self.remember(path, mark, sha256)
         return sha256, size
@@ -198,13 +201,8 @@ class HashCache:
             raise ValueError(f"{path} is not a regular file; an artifact holds files only")
         return [now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino]
 
-    def known(self, path: Path) -> tuple[str, int] | None:
-        """The SHA-256 (hex) and size of a file that did not change since it was hashed, else None.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
-        mark = self.mark(path)
+    def known(self, path: Path, mark: list[int]) -> tuple[str, int] | None:
+        """The SHA-256 (hex) and size of a file that has the mark, if it had it when it was hashed; else None."""
         with self._lock:
             entry = self._entries.get(_place(path))
         return (str(entry[4]), mark[0]) if entry is not None and entry[:4] == mark else None

@@ -16,9 +16,13 @@ import pytest
 from stages.artifacts import (
     FolderStore,
     StoreError,
+    import_files,
+    is_complete,
     open_store,
     publish,
+    read_manifest,
 )
+from stages.artifacts.leases import GC_KEY
 from stages.os_errors import explained
 
 
@@ -248,3 +252,31 @@ def test_a_store_can_be_moved(tmp_path: Path) -> None:
 
     fetch(open_store(tmp_path / "two"), digest, tmp_path / "out")
     assert (tmp_path / "out" / "a").read_text() == "x"
+
+
+def test_publishing_small_files_again_writes_no_blob_but_mends_one_of_other_bytes(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / name).write_text(name * 100)
+    store = open_store(tmp_path / "store")
+    digest = publish(store, folder, "source")
+    blobs = {path: path.stat().st_ino for path in (tmp_path / "store" / "blobs").rglob("*") if path.is_file()}
+    damaged = tmp_path / "store" / read_manifest(store, digest).files[0].blob
+    damaged.write_text("x" * 100)  # of the right size
+
+    assert publish(store, folder, "source") == digest
+
+    assert damaged.read_text() == "a" * 100
+    same = {path: path.stat().st_ino == inode for path, inode in blobs.items()}
+    assert same == {path: path != damaged for path in blobs}
+
+
+def test_a_damaged_record_of_gc_stops_no_publish(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    (tmp_path / "file").write_text("text")
+    store.put(f"leases/{GC_KEY}.json", b"no lease")
+
+    digest = import_files(store, [("file", tmp_path / "file")], "source")
+
+    assert is_complete(store, digest)
