@@ -119,7 +119,8 @@ def files_below(folder: Path) -> list[tuple[str, Path]]:
     if folder.is_symlink() or not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
     found: list[tuple[str, Path]] = []
-    pending = [folder]
+    pending = [str(folder)]
+    start = len(os.path.join(folder, ""))  # where the paths in the artifact begin
     while pending:
         current = pending.pop()
         try:
@@ -127,13 +128,13 @@ def files_below(folder: Path) -> list[tuple[str, Path]]:
         except OSError as error:
             raise StoreError(f"cannot read {current}: {explained(error)}") from error
         for entry in entries:
-            path = Path(entry.path)
+            path = entry.path
             if entry.is_symlink():
                 raise ValueError(f"{path} is a symbolic link; an artifact holds files only")
             if entry.is_dir():
                 pending.append(path)
             elif entry.is_file():
-                found.append((check_path(path.relative_to(folder).as_posix()), path))
+                found.append((check_path(path[start:]), Path(path)))
             else:
                 raise ValueError(f"{path} is not a regular file; an artifact holds files only")
     if not found:
