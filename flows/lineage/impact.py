@@ -85,7 +85,7 @@ def impact(index: Index, name: str) -> Impact:
         hashes = ", ".join(f"sha256:{file.sha256}" for file in same[:3])
         raise UnknownName(f"{len(same)} different files have the path {name}; give the hash of one: {hashes}, …")
     try:
-        named = resolve(index.store, name)
+        named = resolve(index.store, name, index)
     except UnknownName as error:
         raise UnknownName(f"there is no file {name} here or in the store, and {error}") from None
     return of_artifact(index, named.digest, named.label)
