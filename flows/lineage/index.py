@@ -41,8 +41,10 @@ The schema (ids are SQLite's; times are unix seconds, REAL; `digest` is "sha256:
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import shutil
 import sqlite3
 import tempfile
 import threading
@@ -163,6 +165,7 @@ def _place(store: Store) -> Path:
         if os.environ.get("HEADRACE_CACHE_DIR"):
             raise StoreError(f"the cache folder {folder} cannot be written; set HEADRACE_CACHE_DIR to another one")
         folder = Path(tempfile.mkdtemp(prefix="headrace-index-"))  # for this process alone; costs a first index
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder / f"{hashlib.sha256(store.url.encode()).hexdigest()[:32]}.sqlite"
 
 
