@@ -25,6 +25,10 @@ from stages.examples.arithmetic import prompts as arithmetic_prompts
 from stages.tokenize.dataset import read_packed
 
 
+# Two runs of the miniature come before the first test; on a machine that is busy they take long.
+pytestmark = pytest.mark.timeout(1800)
+
+
 @pytest.fixture(scope="module")
 def changed(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The miniature run again with a line of the reward's code and DPO's beta changed; `production` names both models,
