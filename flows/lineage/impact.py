@@ -85,7 +85,7 @@ def impact(index: Index, name: str) -> Impact:
         hashes = ", ".join(f"sha256:{file.sha256}" for file in same[:3])
         raise UnknownName(f"{len(same)} different files have the path {name}; give the hash of one: {hashes}, …")
     try:
-        named = resolve(index.store, name)
+        named = resolve(index.store, name, index)
     except UnknownName as error:
         raise UnknownName(f"there is no file {name} here or in the store, and {error}") from None
     return of_artifact(index, named.digest, named.label)
@@ -93,7 +93,7 @@ def impact(index: Index, name: str) -> Impact:
 
 def of_file(index: Index, sha256: str, what: str) -> Impact | None:
     """What was made from a file (64 hex); None where no artifact holds it."""
-    holders = queries.holders(index, sha256)
+    holders = queries.holders(index, sha256, limit=-1)  # all of them: an answer with gaps would be a wrong one
     if not holders:
         return None
     digests = [found.digest for found, _ in holders]

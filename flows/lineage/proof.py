@@ -14,6 +14,7 @@ A record or reference that is rewritten with all that it is tied to can only be 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -91,6 +92,7 @@ def verify_deep(store: Store, digest: str, ref: str = "") -> Proof:
             for made in (result.artifact, *result.outputs.values()):
                 by_artifact.setdefault(made, []).append((info.key, result))
     checked: set[int] = set()
+    sources: dict[tuple[str, str], list[str]] = {}  # what was found of kept sources, which many records share
     waiting, seen = [digest], dict[str, None]()
     while waiting:
         current_digest = waiting.pop(0)
@@ -104,7 +106,8 @@ def verify_deep(store: Store, digest: str, ref: str = "") -> Proof:
             if id(result) not in checked:
                 checked.add(id(result))
                 proof.records += 1
-                proof.damages += [Damage(key, problem, result.artifact) for problem in check_record(store, result)]
+                problems = check_record(store, result, sources)
+                proof.damages += [Damage(key, problem, result.artifact) for problem in problems]
     proof.artifacts = list(seen)
     proof.damages += verify_artifacts(store, seen)
     _count(store, proof, {made for made, found in by_artifact.items() if found})
@@ -130,6 +133,7 @@ def _count(store: Store, proof: Proof, made: set[str]) -> None:
 
 
 def check_ref(store: Store, name: str) -> list[Damage]:
+    """What contradicts itself in a reference."""
     key = f"refs/{name}.json"
     try:
         ref: Ref = read_ref(store, name)
@@ -152,8 +156,12 @@ def check_ref(store: Store, name: str) -> list[Damage]:
 # Records
 
 
-def check_record(store: Store, result: Result) -> Iterator[str]:
-    """What contradicts itself in a record, in a few words each."""
+def check_record(store: Store, result: Result, sources: dict[tuple[str, str], list[str]]) -> Iterator[str]:
+    """What contradicts itself in a record, in a few words each.
+
+    Args:
+        sources: what was found of kept sources before; what is found now is added.
+    """
     if result.stage in _MADE_OUTSIDE:
         return
     for name, value in result.identity.items():
@@ -162,9 +170,13 @@ def check_record(store: Store, result: Result) -> Iterator[str]:
     files = result.code.get("files") or {}
     if files and result.code.get("digest") != _digest_of(files):
         yield "its code's digest is not that of its files"
-    if result.key not in _keys(result):
+    blanked = BLANK in result.model_dump_json(include={"identity", "inputs", "code"})  # a secret was in it
+    if not blanked and result.key not in _keys(result):
         yield "its key is not the hash of its settings, inputs and code: one of them was changed"
-    yield from _check_sources(store, result)
+    shared = (str(result.code.get("artifact")), str(result.code.get("digest")))
+    if shared not in sources:
+        sources[shared] = list(_check_sources(store, result))
+    yield from sources[shared]
     yield from _check_log(store, result)
 
 
@@ -230,5 +242,5 @@ def _check_log(store: Store, result: Result) -> Iterator[str]:
         return
     said = next(event for event in reversed(mine) if event["artifact"] == result.artifact)
     for name, value in (said.get("metrics") or {}).items():
-        if isinstance(value, int | float) and result.metrics.get(name) != value:
+        if isinstance(value, int | float) and not math.isnan(value) and result.metrics.get(name) != value:
             yield f"its metric {name} is {result.metrics.get(name)}, its log says {value}"
