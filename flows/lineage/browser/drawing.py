@@ -83,7 +83,7 @@ def draw(boxes: Sequence[Box], arrows: Iterable[tuple[str, str, str]], *, down: 
     joined: dict[tuple[str, str], list[str]] = {}
     for first, last, label in arrows:
         joined.setdefault((first, last), []).append(label)
-    size = (_width(boxes, 132.0 if down else 164.0), 46.0)
+    size = (_width(boxes, 148.0 if down else 164.0), 46.0)
     gaps = (34.0, 12.0) if down else (28.0, 12.0)
     names = [box.name for box in boxes]
     placement = place(names, list(joined), box=size, between_layers=gaps[0], between_boxes=gaps[1], down=down)
