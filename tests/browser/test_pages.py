@@ -67,8 +67,8 @@ def test_two_models_are_compared_down_to_the_setting_that_differs(pages: Pages) 
     page = pages.text("/compare?a=production@2&b=production")
     text = plain(page)
     sft = text[text.index("What made them differ") : text.index("Figures")]
-    assert "sft setting learning_rate 0.02 -> 0.03 metric loss 0.220 → 0.230" in sft
-    assert "grpo only its inputs metric reward 0.900 → 0.950" in sft
+    assert "sft setting learning_rate 0.02 -> 0.03 metrics loss 0.220 → 0.230" in sft
+    assert "grpo only its inputs metrics reward 0.900 → 0.950" in sft
     assert "base" not in sft  # the same on both sides
     assert "exact match 0.900 0.950 +0.0500" in text
     assert "byte by byte" in plain(pages.text("/compare?a=production&b=brave-tern/grpo"))
