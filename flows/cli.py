@@ -267,7 +267,7 @@ def refs(
 
 @app.command()
 def du(store: StoreUrl = ".headrace", json_: Json = False) -> None:
-    """Show what takes how much room, by kind, stage and run; shared files count once."""
+    """Show what takes how much room, by kind, stage, run and model; shared files count once."""
     from flows import store_verbs
 
     store_verbs.du(store, as_json=json_)

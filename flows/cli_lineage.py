@@ -1,4 +1,4 @@
-"""The verbs of the `headrace` command that ask where things come from and prove it. Each calls one function elsewhere."""
+"""The verbs of the `headrace` command that ask where things come from, and prove it: each calls one function."""
 
 from __future__ import annotations
 

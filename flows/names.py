@@ -2,7 +2,8 @@
 
 Resolving tries, in this order: an explicit "sha256:..." or "artifact:..."; an explicit "ref:..."; a reference, or an
 entry of its history ("production@3"); a run's step ("RUN/step", "RUN/step/output"); a step of the newest run that has
-it ("step", "step/output"); and at last the first digits of a digest. A name is never guessed: what is not found is an error with the nearest names.
+it ("step", "step/output"); and at last the first digits of a digest. A name is never guessed: what is not found is an
+error with the nearest names.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import random
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stages.artifacts import Store, list_runs, read_ref, ref_names, resolve_digest
+from stages.artifacts import Store, list_runs, read_ref, read_run, ref_names, resolve_digest
 
+if TYPE_CHECKING:
+    from flows.lineage.index import Index
+
+_RUNS_LOOKED_AT = 20  # of those with a step: not every one has the side output that is asked for
 _FIRST = (
     "amber blue brave bright bronze calm clear cold coral deep early fair fresh gentle glad golden grand "
     "green grey happy icy jade keen late light lively lucky mellow misty noble northern opal pale quick quiet "
@@ -48,8 +53,11 @@ class Named:
     ref: str = ""
 
 
-def resolve(store: Store, name: str) -> Named:
+def resolve(store: Store, name: str, index: Index | None = None) -> Named:
     """The artifact that a name on the command line means.
+
+    Args:
+        index: of the store, up to date: without one all runs are read.
 
     Raises:
         UnknownName: there is none, or a digest is too short or ambiguous.
@@ -64,11 +72,12 @@ def resolve(store: Store, name: str) -> Named:
         return _by_entry(store, match[1], int(match[2]))
     if name.startswith("ref:"):
         raise UnknownName(f"there is no reference {wanted!r}.{_near(wanted, refs)}")
-    runs = list(list_runs(store))
+    runs = list(list_runs(store)) if index is None else _runs_with(store, index, name)
     if found := _by_run(runs, name) or _by_step(runs, name):
         return found
     if re.fullmatch(r"[0-9a-f]{6,64}", name):
         return _by_digest(store, name)
+    runs = runs if index is None else list(list_runs(store))
     known = {step for run in runs for step in run.get("steps", {})} | set(refs)
     hint = _near(name, known) or (f" Steps here: {', '.join(sorted(known))}." if known else " No run is recorded here.")
     raise UnknownName(f"no artifact, reference or step {name!r} in store {store.url}.{hint}")
@@ -129,6 +138,16 @@ def _by_entry(store: Store, name: str, number: int) -> Named:
     if not 1 <= number <= len(history):
         raise UnknownName(f"reference {name} has no entry {number}; it has 1 to {len(history)}.")
     return Named(history[number - 1].artifact, f"{name}@{number}")
+
+
+def _runs_with(store: Store, index: Index, name: str) -> list[dict[str, Any]]:
+    """The run that a name begins with, and the newest runs with an artifact of the step that it begins with."""
+    first, _, rest = name.partition("/")
+    sql = """SELECT r.name FROM steps s JOIN runs r ON r.id = s.run WHERE s.step = ? AND s.artifact IS NOT NULL
+        ORDER BY r.started DESC LIMIT ?"""
+    found = [row[0] for row in index.rows("SELECT name FROM runs WHERE name = ?", (first,))] if rest else []
+    found += [row[0] for row in index.rows(sql, (first, _RUNS_LOOKED_AT))]
+    return [run for run in (read_run(store, each) for each in found) if run is not None]
 
 
 def _by_run(runs: list[dict[str, Any]], name: str) -> Named | None:

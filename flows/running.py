@@ -17,6 +17,7 @@ from typing import Any
 from flows import figures, summary
 from flows.display import Board, Display, Line, open_display, saved_message
 from flows.execute import Execution, RunResult, StepResult, run_all
+from flows.lineage import openlineage
 from flows.names import new_run_name
 from flows.plan import Plan, PlannedStep, make_plan
 from flows.recipe import load_recipe
@@ -133,6 +134,7 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
     except KeyboardInterrupt:
         display.say("Stopped before a step was running.")
         return INTERRUPTED
+    openlineage.report(plan.store, run_id)
     if as_json:
         print(json.dumps({"type": "run"} | asdict(result), default=str))
     else:

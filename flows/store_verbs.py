@@ -48,6 +48,7 @@ from stages.artifacts import rollback as move_ref_back
 
 LEAST_GRACE = 600.0  # seconds; a publish that takes longer than the grace period is not safe from gc
 _SHOWN = 12  # objects of a kind that gc names one by one
+_SHARES_SHOWN = 20  # lines of a kind that du prints
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
@@ -306,7 +307,7 @@ def refs(store_url: str, name: str | None, *, history: bool, as_json: bool) -> N
 
 
 def du(store_url: str, *, as_json: bool) -> None:
-    """What takes how much room, by kind, stage and run."""
+    """What takes how much room, by kind, stage, run and model."""
     store = open_store(store_url)
     used = usage(store)
     if as_json:
@@ -316,21 +317,24 @@ def du(store_url: str, *, as_json: bool) -> None:
         f"{figures.size(used.total)} in store {store.url}: {figures.count(used.artifacts)} artifacts with "
         f"{figures.size(used.files)} of files in {figures.size(used.blobs)} of blobs"
     )
-    for title, shares in (("kind", used.kinds), ("stage", used.stages), ("run", used.runs)):
-        print(f"  by {title:<22} {'artifacts':>9}  {'size':>10}  {'alone':>10}")
-        for label, share in shares.items():
+    groups = (("kind", used.kinds), ("stage", used.stages), ("run", used.runs), ("model", used.models))
+    for title, shares in groups:
+        print(f"  by {title:<35} {'artifacts':>9}  {'size':>10}  {'alone':>10}")
+        for label, share in list(shares.items())[:_SHARES_SHOWN]:
             print(_share_line(label, share))
+        if len(shares) > _SHARES_SHOWN:
+            print(f"    … and {figures.count(len(shares) - _SHARES_SHOWN)} smaller ones (all of them with --json)")
     rest = {**used.other, "blobs of no artifact": used.unnamed, "left by killed writers": used.leftovers}
     print("  beside the artifacts")
     for label, size in rest.items():
         if size:
-            print(f"    {label:<34}  {figures.size(size):>10}")
+            print(f"    {label:<47}  {figures.size(size):>10}")
     print("alone: what no artifact outside the line holds, so what removing those of the line would free.")
 
 
 def _share_line(label: str, share: Share) -> str:
     sizes = f"{figures.size(share.size):>10}  {figures.size(share.alone):>10}"
-    return f"    {label:<23} {figures.count(share.artifacts):>7}  {sizes}"
+    return f"    {label:<36} {figures.count(share.artifacts):>7}  {sizes}"
 
 
 def gc(store_url: str, *, delete: bool, keep: str, grace: str, as_json: bool) -> None:

@@ -199,7 +199,7 @@ def _lines(index: Index, entry: FileEntry | None) -> Counter[bytes] | None:
 
 
 def changed_code(index: Index, before: Result, after: Result) -> dict[str, str]:
-    """Path -> unified diff of each source file that two computations ran with and that differs in more than comments."""
+    """Path -> unified diff of each source file of two computations that differs in more than comments."""
     one, other = before.code.get("files") or {}, after.code.get("files") or {}
     paths = [path for path in sorted(one.keys() | other.keys()) if _hash(one, path) != _hash(other, path)]
     if not paths:

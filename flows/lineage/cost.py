@@ -8,7 +8,6 @@ model it is the cost of everything that it was made from, each computation once.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from flows import figures
 from flows.lineage import queries
 from flows.lineage.index import Index
 
-DeviceSeconds = Counter[str]  # "gpu" or "cpu" -> seconds of one such device
+DeviceSeconds = dict[str, float]  # "gpu" or "cpu" -> seconds of one such device
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Cost:
 
     what: str
     steps: list[StepCost] = field(default_factory=list)
-    spent: DeviceSeconds = field(default_factory=Counter)
-    saved: DeviceSeconds = field(default_factory=Counter)
+    spent: DeviceSeconds = field(default_factory=dict)
+    saved: DeviceSeconds = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON-able values, in seconds of devices."""
@@ -64,13 +63,13 @@ def run_cost(index: Index, run: str) -> Cost:
     known = _computations(index, [step.key for step in steps if step.key])
     costs = []
     for step in steps:
-        spent, saved = Counter[str](), Counter[str]()
+        spent, saved = DeviceSeconds(), DeviceSeconds()
         device, devices, seconds = known.get(step.key or "", ("cpu", 1, 0.0))
         if step.status == "cached":
-            saved[device] += seconds * devices
+            saved = {device: seconds * devices}
         elif step.seconds and step.started is not None:
-            spent[device] += step.seconds * devices
-        costs.append(StepCost(step.step, step.stage, run, step.status, +spent, +saved))
+            spent = {device: step.seconds * devices}
+        costs.append(StepCost(step.step, step.stage, run, step.status, spent, saved))
     return Cost(run, costs, _sum(cost.spent for cost in costs), _sum(cost.saved for cost in costs))
 
 
@@ -91,8 +90,8 @@ def model_cost(index: Index, digest: str) -> Cost:
     own = queries.artifact(index, digest)
     costs = []
     for row in found:
-        spent = Counter({row["device"]: row["seconds"] * row["devices"]})
-        costs.append(StepCost(row["step"], row["stage"], row["run"], "", +spent, Counter()))
+        spent = {row["device"]: row["seconds"] * row["devices"]}
+        costs.append(StepCost(row["step"], row["stage"], row["run"], "", spent, {}))
     earlier = _sum(cost.spent for cost in costs if own is None or cost.run != own.run)
     return Cost(digest, costs, _sum(cost.spent for cost in costs), earlier)
 
@@ -100,25 +99,25 @@ def model_cost(index: Index, digest: str) -> Cost:
 def saved_by(index: Index, digest: str) -> tuple[int, DeviceSeconds]:
     """How often runs took the artifact from the store instead of computing it, and what that saved."""
     sql = """SELECT count(*) AS times, m.device, m.seconds * m.devices AS cost FROM steps s JOIN artifacts a
-        ON a.id = s.artifact JOIN makings m ON m.id = a.maker WHERE a.digest = ? AND s.status = 'cached' GROUP BY m.id"""
-    saved, times = Counter[str](), 0
-    for row in index.rows(sql, (digest,)):
-        times += row["times"]
-        saved[row["device"]] += row["times"] * row["cost"]
-    return times, saved
+        ON a.id = s.artifact JOIN makings m ON m.id = a.maker WHERE a.digest = ? AND s.status = 'cached'
+        GROUP BY m.id"""
+    found = index.rows(sql, (digest,))
+    saved = _sum({row["device"]: row["times"] * row["cost"]} for row in found)
+    return sum(row["times"] for row in found), saved
 
 
 def _sum(parts: Iterable[DeviceSeconds]) -> DeviceSeconds:
-    total = Counter[str]()
+    total: DeviceSeconds = {}
     for part in parts:
-        total.update(part)
+        for device, seconds in part.items():
+            total[device] = total.get(device, 0.0) + seconds
     return total
 
 
 def told(cost: DeviceSeconds) -> str:
     """A cost for people: "2.41 GPU hours", "4m 02s of CPU", "nothing"."""
     parts = []
-    for device in sorted(cost, reverse=True):
+    for device in sorted(device for device, seconds in cost.items() if seconds):
         seconds, name = cost[device], device.upper()
         parts.append(
             f"{seconds / 3600:,.2f} {name} hours" if seconds >= 3600 else f"{figures.duration(seconds)} of {name}"

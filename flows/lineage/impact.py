@@ -38,10 +38,10 @@ class Impact:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """How many artifacts of each kind were made, and are in the store."""
+        """How many artifacts of each kind were made and are in the store; the tables beside datasets do not count."""
         counts: dict[str, int] = {}
         for artifact in self.made:
-            if artifact.present:
+            if artifact.present and artifact.kind != "origins":
                 counts[artifact.kind] = counts.get(artifact.kind, 0) + 1
         return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
 
@@ -85,7 +85,7 @@ def impact(index: Index, name: str) -> Impact:
         hashes = ", ".join(f"sha256:{file.sha256}" for file in same[:3])
         raise UnknownName(f"{len(same)} different files have the path {name}; give the hash of one: {hashes}, …")
     try:
-        named = resolve(index.store, name)
+        named = resolve(index.store, name, index)
     except UnknownName as error:
         raise UnknownName(f"there is no file {name} here or in the store, and {error}") from None
     return of_artifact(index, named.digest, named.label)
@@ -138,16 +138,15 @@ def lines(found: Impact, limit: int = _SHOWN) -> list[str]:
         if len(found.holders) > limit:
             told.append(f"  … and {len(found.holders) - limit:,} more artifacts that hold it")
     names = {digest: ref for ref, digest, _, is_now in found.refs if is_now}
-    for artifact in found.made[:limit]:
+    shown = [artifact for artifact in found.made if artifact.kind != "origins"]
+    for artifact in shown[:limit]:
         when = f"{datetime.fromtimestamp(artifact.time).astimezone():%Y-%m-%d %H:%M}" if artifact.time else ""
         ref = f"  <- {names[artifact.digest]}" if artifact.digest in names else ""
         gone = "" if artifact.present else "  (not in this store)"
-        told.append(
-            f"    {figures.short(artifact.digest)}  {artifact.kind:<10}  {artifact.name:<20}  run {artifact.run}  {when}"
-            f"{gone}{ref}"
-        )
-    if len(found.made) > limit:
-        told.append(f"    … and {len(found.made) - limit:,} more (all with --limit or --json)")
+        what = f"{figures.short(artifact.digest)}  {artifact.kind:<10}  {artifact.name:<20}"
+        told.append(f"    {what}  run {artifact.run}  {when}{gone}{ref}")
+    if len(shown) > limit:
+        told.append(f"    … and {len(shown) - limit:,} more (all with --limit or --json)")
     return told
 
 

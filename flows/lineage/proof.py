@@ -91,6 +91,7 @@ def verify_deep(store: Store, digest: str, ref: str = "") -> Proof:
             for made in (result.artifact, *result.outputs.values()):
                 by_artifact.setdefault(made, []).append((info.key, result))
     checked: set[int] = set()
+    sources: dict[tuple[str, str], list[str]] = {}  # what was found of kept sources, which many records share
     waiting, seen = [digest], dict[str, None]()
     while waiting:
         current_digest = waiting.pop(0)
@@ -104,7 +105,8 @@ def verify_deep(store: Store, digest: str, ref: str = "") -> Proof:
             if id(result) not in checked:
                 checked.add(id(result))
                 proof.records += 1
-                proof.damages += [Damage(key, problem, result.artifact) for problem in check_record(store, result)]
+                problems = check_record(store, result, sources)
+                proof.damages += [Damage(key, problem, result.artifact) for problem in problems]
     proof.artifacts = list(seen)
     proof.damages += verify_artifacts(store, seen)
     _count(store, proof, {made for made, found in by_artifact.items() if found})
@@ -130,6 +132,7 @@ def _count(store: Store, proof: Proof, made: set[str]) -> None:
 
 
 def check_ref(store: Store, name: str) -> list[Damage]:
+    """What contradicts itself in a reference."""
     key = f"refs/{name}.json"
     try:
         ref: Ref = read_ref(store, name)
@@ -152,8 +155,12 @@ def check_ref(store: Store, name: str) -> list[Damage]:
 # Records
 
 
-def check_record(store: Store, result: Result) -> Iterator[str]:
-    """What contradicts itself in a record, in a few words each."""
+def check_record(store: Store, result: Result, sources: dict[tuple[str, str], list[str]]) -> Iterator[str]:
+    """What contradicts itself in a record, in a few words each.
+
+    Args:
+        sources: what was found of kept sources before; what is found now is added.
+    """
     if result.stage in _MADE_OUTSIDE:
         return
     for name, value in result.identity.items():
@@ -164,7 +171,10 @@ def check_record(store: Store, result: Result) -> Iterator[str]:
         yield "its code's digest is not that of its files"
     if result.key not in _keys(result):
         yield "its key is not the hash of its settings, inputs and code: one of them was changed"
-    yield from _check_sources(store, result)
+    shared = (str(result.code.get("artifact")), str(result.code.get("digest")))
+    if shared not in sources:
+        sources[shared] = list(_check_sources(store, result))
+    yield from sources[shared]
     yield from _check_log(store, result)
 
 

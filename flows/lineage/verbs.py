@@ -45,8 +45,8 @@ def lineage(
     from flows.lineage.render import mermaid, tree, tree_down
 
     store = open_store(store_url)
-    digest = resolve(store, name).digest
     index = open_index(store)
+    digest = resolve(store, name, index).digest
     graphs = ([trace(store, digest, index)] if up else []) + ([descend(index, digest, limit)] if down else [])
     if as_json:
         values = [graph.to_json() for graph in graphs]
@@ -81,8 +81,8 @@ def diff(store_url: str, before: str, after: str, *, code: bool, as_json: bool) 
         UnknownName: there is no such artifact.
     """
     store = open_store(store_url)
-    digests = [resolve(store, name).digest for name in (before, after)]
-    found = compare.compare(open_index(store), *digests)
+    index = open_index(store)
+    found = compare.compare(index, *(resolve(store, name, index).digest for name in (before, after)))
     if as_json:
         print_json(found.to_json())
     else:
@@ -96,8 +96,8 @@ def trace(store_url: str, name: str, step: int, *, as_json: bool) -> None:
         UnknownName: there is no such checkpoint or step, or where its data came from is not recorded.
     """
     store = open_store(store_url)
-    digest = resolve(store, name).digest
-    found = traced.consumed(open_index(store), digest, step)
+    index = open_index(store)
+    found = traced.consumed(index, resolve(store, name, index).digest, step)
     if as_json:
         print_json(found.to_json())
     else:
@@ -162,7 +162,7 @@ def cost(store_url: str, what: str | None, *, as_json: bool) -> None:
         spent = costs.run_cost(index, what)
         print_json(spent.to_json()) if as_json else print("\n".join(costs.run_lines(spent)))
         return
-    named = resolve(store, what)
+    named = resolve(store, what, index)
     spent = costs.model_cost(index, named.digest)
     times, saved = costs.saved_by(index, named.digest)
     if as_json:
@@ -210,9 +210,10 @@ def attest(store_url: str, name: str, output: Path | None, *, folder: Path | Non
     from flows.lineage.graph import trace
 
     store = open_store(store_url)
-    digest = resolve(store, name).digest
+    index = open_index(store)
+    digest = resolve(store, name, index).digest
     manifest = read_manifest(store, digest)
-    made = statements.statement(trace(store, digest, open_index(store)), manifest)
+    made = statements.statement(trace(store, digest, index), manifest)
     if folder is not None and key is not None:
         signature = statements.sign(folder, manifest, made, key, os.environ.get("HEADRACE_KEY_PASSWORD"))
         print(f"Signed {folder}: {signature.name} covers its files and {statements.STATEMENT}.")

@@ -50,8 +50,8 @@ def why(index: Index, step: str, run: str | None = None) -> Why:
         UnknownName: no run has that step.
     """
     where = "" if run is None else " AND r.name = ?"
-    sql = f"SELECT r.name FROM steps s JOIN runs r ON r.id = s.run WHERE s.step = ?{where} ORDER BY r.started DESC LIMIT 1"
-    found = index.rows(sql, (step,) if run is None else (step, run))
+    sql = f"SELECT r.name FROM steps s JOIN runs r ON r.id = s.run WHERE s.step = ?{where} ORDER BY r.started DESC"
+    found = index.rows(f"{sql} LIMIT 1", (step,) if run is None else (step, run))
     if not found:
         known = [row[0] for row in index.rows("SELECT DISTINCT step FROM steps ORDER BY step LIMIT 50")]
         of = f"run {run} has" if run is not None else "no run has"

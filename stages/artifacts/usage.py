@@ -37,6 +37,7 @@ class Usage:
     Attributes:
         kinds, stages, runs: name -> share; by the kind of an artifact, and by the stage and the run that made it (the
             newest, where several made the same bytes).
+        models: the same for each checkpoint, as "step (run) digits of its digest".
         artifacts: how many artifacts there are.
         files: bytes of their files, counted as often as artifacts hold them.
         blobs: bytes of all blobs.
@@ -48,6 +49,7 @@ class Usage:
     kinds: dict[str, Share] = field(default_factory=dict)
     stages: dict[str, Share] = field(default_factory=dict)
     runs: dict[str, Share] = field(default_factory=dict)
+    models: dict[str, Share] = field(default_factory=dict)
     artifacts: int = 0
     files: int = 0
     blobs: int = 0
@@ -70,7 +72,7 @@ def usage(store: Store) -> Usage:
     makers = by_artifact(making for result in results(store) for making in makings(result))
     used = Usage(blobs=sum(blobs.values()))
     held: dict[str, set[str]] = {}  # digest -> keys of its blobs
-    groups: dict[str, dict[str, list[str]]] = {"kinds": {}, "stages": {}, "runs": {}}
+    groups: dict[str, dict[str, list[str]]] = {"kinds": {}, "stages": {}, "runs": {}, "models": {}}
     for info in store.list("manifests/"):
         match = re.fullmatch(r"manifests/[0-9a-f]{2}/([0-9a-f]{64})\.json", info.key)
         if match is None:
@@ -85,6 +87,9 @@ def usage(store: Store) -> Usage:
         newest = max(makers.get(digest, []), key=lambda making: making.finished, default=None)
         for grouping, name in _names(manifest.kind, newest):
             groups[grouping].setdefault(name, []).append(digest)
+        if manifest.kind == "checkpoint":
+            maker = f"{newest.step} ({newest.run})" if newest is not None else IMPORTED
+            groups["models"][f"{maker} {digest[7:19]}"] = [digest]
     used.artifacts = len(held)
     holders: dict[str, int] = {}
     for keys in held.values():

@@ -1,0 +1,136 @@
+"""OpenLineage events reach a server, and never fail a run; logs are followed to the end of a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from flows import listing
+from flows.lineage import openlineage
+from stages.artifacts import LogTail, Store, StoreError, append_log, write_run
+
+pytest.importorskip("openlineage.client")
+
+RUN: dict[str, Any] = {
+    "id": "golden-otter",
+    "recipe": "nightly",
+    "state": "failed",
+    "started": "2026-01-02T03:04:00+00:00",
+    "finished": "2026-01-02T03:05:00+00:00",
+    "steps": {
+        "corpus": {"stage": "tokenize", "status": "cached", "artifact": "sha256:" + "1" * 64},
+        "sft": {"stage": "sft", "status": "failed", "message": "it broke", "inputs": {"data": "corpus"}},
+    },
+}
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """A server that takes OpenLineage events, and what it got."""
+    got: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/api/v1/lineage"
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(201)
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}", got
+        listening.shutdown()
+        thread.join()
+
+
+def test_a_failed_run_is_told_to_a_server(store: Store, server: tuple[str, list[dict[str, Any]]]) -> None:
+    write_run(store, RUN)
+    url, got = server
+    assert openlineage.emit(openlineage.run_events(store, "golden-otter"), url=url) == 6
+    states = [(event["job"]["name"], event["eventType"]) for event in got]
+    assert states == [
+        ("nightly", "START"),
+        ("nightly.corpus", "START"),
+        ("nightly.corpus", "COMPLETE"),
+        ("nightly.sft", "START"),
+        ("nightly.sft", "FAIL"),
+        ("nightly", "FAIL"),
+    ]
+    failed = got[4]
+    assert failed["run"]["facets"]["errorMessage"]["message"] == "it broke"
+    assert failed["run"]["facets"]["parent"]["run"]["runId"] == got[0]["run"]["runId"]
+    assert failed["inputs"][0]["facets"]["version"]["datasetVersion"] == "sha256:" + "1" * 64
+    tags = {tag["key"]: tag["value"] for tag in got[2]["run"]["facets"]["tags"]["tags"]}
+    assert tags["headrace.status"] == "cached"
+
+
+def test_each_run_reports_where_the_environment_says(
+    store: Store, server: tuple[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(store, RUN)
+    url, got = server
+    openlineage.report(store, "golden-otter")  # nothing is configured: nothing is sent
+    assert got == []
+    monkeypatch.setenv("OPENLINEAGE_URL", url)
+    openlineage.report(store, "golden-otter")
+    assert len(got) == 6
+
+
+def test_a_server_that_is_not_there_is_a_warning_for_a_run_and_an_error_for_the_verb(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(store, RUN)
+    nowhere = "http://127.0.0.1:9"
+    monkeypatch.setenv("OPENLINEAGE_URL", nowhere)
+    openlineage.report(store, "golden-otter")
+    assert "events of run golden-otter were not sent" in capsys.readouterr().err
+    with pytest.raises(StoreError, match="cannot be written"):
+        openlineage.emit(openlineage.run_events(store, "golden-otter"), url=nowhere)
+
+
+def test_a_run_that_goes_on_has_no_events_yet(store: Store) -> None:
+    write_run(store, RUN | {"state": "running"})
+    with pytest.raises(StoreError, match="still goes on"):
+        list(openlineage.run_events(store, "golden-otter"))
+
+
+def test_a_tail_gives_each_event_once_and_none_in_part(store: Store) -> None:
+    tail = LogTail(store, "golden-otter")
+    assert tail.new() == []
+    append_log(store, "golden-otter", "sft", [{"time": 2.0, "text": "b"}])
+    append_log(store, "golden-otter", "corpus", [{"time": 1.0, "text": "a"}])
+    assert [event["text"] for event in tail.new()] == ["a", "b"]
+    assert tail.new() == []
+    store.append("logs/golden-otter/sft.jsonl", b'{"time": 3.0, "te')
+    assert tail.new() == []
+    store.append("logs/golden-otter/sft.jsonl", b'xt": "c"}\n')
+    assert [event["text"] for event in tail.new()] == ["c"]
+
+
+def test_logs_are_followed_until_the_run_has_ended(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(listing, "FOLLOW_SECONDS", 0.05)
+    write_run(store, RUN | {"state": "running"})
+
+    def work() -> None:
+        for number in range(5):
+            append_log(
+                store, "golden-otter", "sft", [{"type": "log", "time": number, "step": "sft", "text": f"n{number}"}]
+            )
+        write_run(store, RUN)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    listing.logs(store.url, "golden-otter", None, follow=True, as_json=True)
+    worker.join()
+    assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == [f"n{n}" for n in range(5)]
