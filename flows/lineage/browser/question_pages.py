@@ -118,7 +118,8 @@ def ref(site: Site, name: str, metric: str | None) -> dict[str, Any]:
     measured = {digest: _figures(site, digest) for digest in dict.fromkeys(move.artifact for move in moves)}
     names = list(dict.fromkeys(key for values in measured.values() for key in values))
     names.sort(key=lambda key: _TELLING.index(key) if key in _TELLING else len(_TELLING))
-    metric = metric if metric in names else (names[0] if names else None)
+    telling = next((key for key in names if len({values.get(key) for values in measured.values()}) > 1), None)
+    metric = metric if metric in names else telling or (names[0] if names else None)
     points = [
         (float(move.number), measured[move.artifact][metric])
         for move in reversed(moves)
