@@ -33,8 +33,9 @@ class Artifact:
 
     @property
     def name(self) -> str:
-        """ "grpo", "grpo/rollouts", or "imported"."""
-        return (f"{self.step}/{self.output}" if self.output else self.step) or "imported"
+        """ "grpo", "grpo/rollouts"; "imported", or "sources" for those of a stage, where no step gave it."""
+        nobody = "sources" if self.kind == "code" else "imported"
+        return (f"{self.step}/{self.output}" if self.output else self.step) or nobody
 
 
 @dataclass(frozen=True)

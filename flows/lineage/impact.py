@@ -93,7 +93,7 @@ def impact(index: Index, name: str) -> Impact:
 
 def of_file(index: Index, sha256: str, what: str) -> Impact | None:
     """What was made from a file (64 hex); None where no artifact holds it."""
-    holders = queries.holders(index, sha256)
+    holders = queries.holders(index, sha256, limit=-1)  # all of them: an answer with gaps would be a wrong one
     if not holders:
         return None
     digests = [found.digest for found, _ in holders]

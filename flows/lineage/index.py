@@ -41,8 +41,10 @@ The schema (ids are SQLite's; times are unix seconds, REAL; `digest` is "sha256:
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import shutil
 import sqlite3
 import tempfile
 import threading
@@ -163,6 +165,7 @@ def _place(store: Store) -> Path:
         if os.environ.get("HEADRACE_CACHE_DIR"):
             raise StoreError(f"the cache folder {folder} cannot be written; set HEADRACE_CACHE_DIR to another one")
         folder = Path(tempfile.mkdtemp(prefix="headrace-index-"))  # for this process alone; costs a first index
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder / f"{hashlib.sha256(store.url.encode()).hexdigest()[:32]}.sqlite"
 
 
@@ -259,15 +262,15 @@ class Index:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=OFF")  # a lost index is made again
             connection.execute("PRAGMA cache_size=-65536")
-            connection.execute("BEGIN IMMEDIATE")
-            tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if not tables:
-                for statement in filter(str.strip, _TABLES.split(";")):
-                    connection.execute(statement)
-                values = [("schema", str(SCHEMA)), ("store", self.store.url)]
-                connection.executemany("INSERT INTO meta VALUES (?, ?)", values)
+            if _is_empty(connection):  # else nothing is locked: a reader does not wait for a refresh
+                connection.execute("BEGIN IMMEDIATE")
+                if _is_empty(connection):  # another process may have been first
+                    for statement in filter(str.strip, _TABLES.split(";")):
+                        connection.execute(statement)
+                    values = [("schema", str(SCHEMA)), ("store", self.store.url)]
+                    connection.executemany("INSERT INTO meta VALUES (?, ?)", values)
+                connection.execute("COMMIT")
             known = dict(map(tuple, connection.execute("SELECT name, value FROM meta").fetchall()))
-            connection.execute("COMMIT")
             if known.get("schema") != str(SCHEMA) or known.get("store") != self.store.url:
                 raise _OtherSchema(f"schema {known.get('schema')} of {known.get('store')}")
             return connection
@@ -290,6 +293,10 @@ class Index:
 
 class _OtherSchema(sqlite3.DatabaseError):
     """A file of another program, another store or another version of this one."""
+
+
+def _is_empty(connection: sqlite3.Connection) -> bool:
+    return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:

@@ -14,6 +14,7 @@ A record or reference that is rewritten with all that it is tied to can only be 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -169,7 +170,8 @@ def check_record(store: Store, result: Result, sources: dict[tuple[str, str], li
     files = result.code.get("files") or {}
     if files and result.code.get("digest") != _digest_of(files):
         yield "its code's digest is not that of its files"
-    if result.key not in _keys(result):
+    blanked = BLANK in result.model_dump_json(include={"identity", "inputs", "code"})  # a secret was in it
+    if not blanked and result.key not in _keys(result):
         yield "its key is not the hash of its settings, inputs and code: one of them was changed"
     shared = (str(result.code.get("artifact")), str(result.code.get("digest")))
     if shared not in sources:
@@ -240,5 +242,5 @@ def _check_log(store: Store, result: Result) -> Iterator[str]:
         return
     said = next(event for event in reversed(mine) if event["artifact"] == result.artifact)
     for name, value in (said.get("metrics") or {}).items():
-        if isinstance(value, int | float) and result.metrics.get(name) != value:
+        if isinstance(value, int | float) and not math.isnan(value) and result.metrics.get(name) != value:
             yield f"its metric {name} is {result.metrics.get(name)}, its log says {value}"

@@ -165,7 +165,10 @@ def _json(values: list[str]) -> str:
 
 
 def holders(index: Index, sha256: str, *, limit: int = 1000) -> list[tuple[Artifact, str]]:
-    """The artifacts that hold a file with that SHA-256 (64 hex), each with the file's path in it; newest first."""
+    """The artifacts that hold a file with that SHA-256 (64 hex), each with the file's path in it; newest first.
+
+    A limit of -1 is none.
+    """
     sql = (
         f"SELECT x.*, p.path FROM files f JOIN paths p ON p.id = f.path JOIN"
         f" ({_WITH_IDS}) x ON x.id = f.artifact"

@@ -33,10 +33,8 @@ def makers(index: Index, digest: str) -> list[tuple[Result, str]]:
         except (NotInStore, Damaged):
             continue
         for result in (current, *older(current)):
-            if {"": result.artifact, **result.outputs}.get(making.output) == digest and (
-                result,
-                making.output,
-            ) not in found:
+            gave = {"": result.artifact, **result.outputs}.get(making.output) == digest
+            if gave and (result, making.output) not in found:
                 found.append((result, making.output))
     return found
 

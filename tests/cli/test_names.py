@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from flows.lineage.index import open_index
 from flows.names import UnknownName, find_run, free_run_name, new_run_name, resolve
-from stages.artifacts import FolderStore, open_store, promote, publish, write_run
+from stages.artifacts import FolderStore, open_store, promote, publish, read_ref, write_run
 
 
 def put(store: FolderStore, folder: Path, text: str) -> str:
@@ -58,11 +59,29 @@ def test_an_artifact_is_found_by_its_digest_or_the_start_of_it(store: FolderStor
         assert resolve(store, name).digest == digest
 
 
+def test_an_entry_of_a_references_history_has_a_name(store: FolderStore, digests: dict[str, str]) -> None:
+    first = read_ref(store, "production").history[0].artifact
+    assert resolve(store, "production@1").digest == first
+    assert resolve(store, "ref:production@1").label == "production@1"
+
+
+def test_names_are_the_same_with_an_index_and_without(
+    store: FolderStore, digests: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
+    index = open_index(store)
+    for name in ("grpo", "dpo", "grpo/rollouts", "brave-tern/grpo", "golden-otter/grpo/rollouts", "production"):
+        assert resolve(store, name, index) == resolve(store, name)
+    with pytest.raises(UnknownName, match="Did you mean grpo"):
+        resolve(store, "gpro", index)
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
         ("gpro", "Did you mean grpo"),
-        ("production@1", "Did you mean production?"),
+        ("production@9", "reference production has no entry 9; it has 1 to "),
+        ("productoin@1", "Did you mean production?"),
         ("ref:produktion", "Did you mean production?"),
         ("xyz", "Steps here: dpo, grpo, production."),
         ("golden-otter/nothing", "no artifact, reference or step"),

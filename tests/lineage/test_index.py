@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -187,6 +188,19 @@ def test_several_processes_and_threads_share_one_index(tmp_path: Path, cache: Pa
     for thread in threads:
         thread.join()
     assert seen == [totals] * 4
+
+
+def test_a_reader_does_not_wait_for_a_refresh(store: Store, chain: dict[str, str]) -> None:
+    index = open_index(store)
+    writer = sqlite3.connect(index.path, isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")  # as a refresh of another process does
+    try:
+        other = open_index(store, fresh=False)
+        other.rows("PRAGMA busy_timeout = 1")  # it would wait for minutes
+        assert names(queries.artifacts(other)) >= {"corpus", "sft"}
+    finally:
+        writer.execute("ROLLBACK")
+        writer.close()
 
 
 def test_an_unwritable_cache_that_was_asked_for_is_an_error_and_another_is_done_without(

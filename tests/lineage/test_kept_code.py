@@ -1,15 +1,27 @@
-"""The sources that a result ran with: kept once, never with a secret, kept by gc, and proved against the fingerprint."""
+"""The sources that a result ran with: kept once, without secrets, kept by gc, proved against the fingerprint."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_lineage import made, put
+from test_lineage import put
 
 from flows.lineage.proof import verify_deep
-from stages.artifacts import FolderStore, Store, collect, keep_code, open_store, pull, read_manifest, usage
+from stages.artifacts import (
+    FolderStore,
+    Result,
+    Store,
+    collect,
+    keep_code,
+    open_store,
+    pull,
+    read_manifest,
+    usage,
+    write_result,
+)
 from stages.artifacts.manifest import canonical_json, sha256_hex
 from stages.fingerprint import source_hash, stage_fingerprint, stage_key
 
@@ -49,8 +61,17 @@ def record(store: FolderStore, tmp_path: Path, **more: Any) -> str:
         "code": {"mode": "closure", "digest": code, "files": files, "artifact": keep_code(store, SOURCES)},
         **more,
     }
-    key = stage_key("no.such.stage", {"beta": 0.1}, {}, code)
-    made(store, "model", digest, "checkpoint", "", key=key, **fields)
+    fields |= {
+        "artifact": digest,
+        "kind": "checkpoint",
+        "stage": "no.such.stage",
+        "step": "model",
+        "key": stage_key("no.such.stage", {"beta": 0.1}, {}, code),
+        "run": "golden-otter",
+        "started": "2026-01-02T03:04:00+00:00",
+        "finished": "2026-01-02T03:04:05+00:00",
+    }
+    write_result(store, Result.model_validate(fields))
     return digest
 
 
@@ -71,8 +92,6 @@ def test_gc_keeps_the_sources_of_what_it_keeps_and_du_counts_them(tmp_path: Path
 
 
 def ref_of(digest: str) -> bytes:
-    import json
-
     move = {"number": 1, "artifact": digest, "previous": None, "who": "ada@x", "when": "2026-01-02T03:04:05+00:00"}
     return json.dumps({"name": "production", "artifact": digest, "history": [move]}).encode()
 
