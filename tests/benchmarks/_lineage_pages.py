@@ -87,6 +87,7 @@ def _addresses(store: Path, times: int) -> dict[str, list[tuple[str, str]]]:
         "artifacts": [(f"/artifacts?kind={kind}", kind) for kind in kinds for _ in range(times // len(kinds) + 1)],
         **{f"artifact {kind}": [(f"/artifact/{item.digest}", item.digest) for item in some[kind]] for kind in kinds},
         "lineage": [(f"/artifact/{digest}/lineage", digest[7:19]) for digest in models],
+        "room": [("/room", "By stage")] * times,
         "references": [("/refs", "References")] * times,
         "reference": [(f"/ref/{name}", name) for name in rng.choices(references, k=times)],
         "compare": [
