@@ -2,7 +2,7 @@
 
 The store is made first (`tests.benchmarks._lineage_store`), unless --store names one that was made before. Then its
 index is made, brought up to date after nothing, one run and fifty runs, and asked: each question is the median of five,
-and its answer is compared with what the store was made to hold.
+and its answer is compared with what the store was made to hold. Last its pages are asked for over HTTP.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from flows.lineage.impact import impact
 from flows.lineage.index import open_index
 from flows.names import resolve
 from stages.artifacts import open_store
+from tests.benchmarks._lineage_pages import page_times
 from tests.benchmarks._lineage_store import SHARED, Builder, build, run_name
 from tests.benchmarks._machine import machine
 
@@ -35,6 +36,7 @@ GOALS: dict[str, list[Any]] = {
     "impact_of_a_raw_file_seconds": ["<=", 1.0],
     "impact_of_a_shared_file_seconds": ["<=", 1.0],
     "slowest_question_seconds": ["<=", 0.3],
+    "slowest_page_seconds": ["<=", 0.3],
 }
 
 
@@ -123,6 +125,9 @@ def main() -> None:
             print(f"made {builder.artifacts:,} artifacts in {time.perf_counter() - begun:.0f} s", file=sys.stderr)
         artifacts = sum(len(files) for _, _, files in os.walk(folder / "manifests"))
         figures = measure(folder, runs)
+        pages = page_times(folder)
+        figures |= {f"page_{sort.replace(' ', '_')}": seconds for sort, seconds in pages.items()}
+        figures["slowest_page"] = max(pages.values())
     finally:
         shutil.rmtree(work, ignore_errors=True)
     for name, seconds in figures.items():

@@ -194,7 +194,7 @@ def addresses(served: Served) -> list[str]:
     ]
     more += [f"/artifact/{served.small.source}/file/notes.txt", f"/artifact/{made['grpo']}/file/model.safetensors"]
     more += [f"/artifact/{made['grpo']}/check", f"/file/{sha256_of_train(served)}"]
-    more += [f"/run/{SECOND}/why/sft", f"/artifact/{made['sft']}/file/config.json"]
+    more += ["/room", f"/run/{SECOND}/why/sft", f"/artifact/{made['sft']}/file/config.json"]
     more += ["/metric/grpo/exact_match", f"/compare?a={FIRST}/grpo&b={SECOND}/grpo", "/nothing"]
     return [*ADDRESSES, *more]
 

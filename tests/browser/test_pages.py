@@ -12,6 +12,7 @@ from conftest import Pages, pages_of
 from fastapi.testclient import TestClient
 from small_store import FIRST, SECOND
 
+from flows import figures
 from flows.lineage.browser import pieces
 from stages.artifacts import append_log, promote, read_manifest, write_run
 
@@ -67,8 +68,8 @@ def test_two_models_are_compared_down_to_the_setting_that_differs(pages: Pages) 
     page = pages.text("/compare?a=production@2&b=production")
     text = plain(page)
     sft = text[text.index("What made them differ") : text.index("Figures")]
-    assert "sft setting learning_rate 0.02 -> 0.03 metric loss 0.220 → 0.230" in sft
-    assert "grpo only its inputs metric reward 0.900 → 0.950" in sft
+    assert "sft setting learning_rate 0.02 -> 0.03 metrics loss 0.220 → 0.230" in sft
+    assert "grpo only its inputs metrics reward 0.900 → 0.950" in sft
     assert "base" not in sft  # the same on both sides
     assert "exact match 0.900 0.950 +0.0500" in text
     assert "byte by byte" in plain(pages.text("/compare?a=production&b=brave-tern/grpo"))
@@ -76,6 +77,24 @@ def test_two_models_are_compared_down_to_the_setting_that_differs(pages: Pages) 
     assert "No artifact begins with 'nothing'" in plain(pages.text("/compare?a=nothing&b=production", 404))
     for name in (f"{FIRST}/grpo/rollouts", "sft", pages.digest("sft")[7:20], "ref:production"):
         pages.text(f"/compare?a={name}&b=production")
+
+
+def test_room_is_told_by_kind_run_and_model(pages: Pages) -> None:
+    text = plain(pages.text("/room"))
+    made = {digest for step, digest in pages.small.made[SECOND].items() if step in ("corpus", "base", "sft", "grpo")}
+    size = sum(read_manifest(pages.small.store, digest).size for digest in [*made, pages.small.source])
+    assert f"production {pages.digest('grpo', SECOND)[7:19]} 5 {figures.size(size)}" in text
+    assert "checkpoint 5 " in text
+    assert f"{SECOND} 4 " in text  # its sft, grpo and report, and the rollouts, which it made last
+
+
+def test_a_run_whose_document_makes_no_sense_is_no_page_and_says_so(own_pages: Pages) -> None:
+    write_run(own_pages.small.store, {"id": "odd", "started": 5, "state": "done", "steps": {"a": {"outputs": 7}}})
+    answer = own_pages.client.get("/run/odd")
+    assert answer.status_code == 500
+    assert "could not be made" in answer.text
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    own_pages.text("/runs")
 
 
 def test_the_graph_of_a_run_has_every_step_and_what_came_from_outside(pages: Pages) -> None:

@@ -83,6 +83,12 @@ def test_a_chart_has_round_values_and_tells_its_figures_in_words() -> None:
     assert made.told == "loss. 5.00 at step 1, 0.125 at step 40; least 0.125, most 5.00."
 
 
+def test_a_share_that_never_changes_is_drawn_between_none_and_all() -> None:
+    made = chart("exact match", {"exact match": [(1.0, 0.0), (2.0, 0.0)]}, share=True)
+    assert made is not None
+    assert [text for _, text in made.rows] == ["0.0%", "50.0%", "100.0%"]
+
+
 def test_what_is_not_finite_is_a_gap() -> None:
     made = chart("loss", {"loss": [(1.0, 1.0), (2.0, math.nan), (3.0, 2.0), (4.0, math.inf), (5.0, 3.0)]})
     assert made is not None

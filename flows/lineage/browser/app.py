@@ -17,12 +17,12 @@ from urllib.parse import quote
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from flows.lineage.browser import artifact_pages, checks, comparison, pieces, question_pages, run_pages
-from flows.lineage.browser.guard import LOOPBACK, Guard
+from flows.lineage.browser.guard import HEADERS, LOOPBACK, Guard
 from flows.lineage.browser.rendering import HERE, environment
 from flows.lineage.browser.site import NoPage, Site
 from stages.artifacts import Damaged, FileEntry, Store, StoreError
@@ -75,6 +75,12 @@ def create_app(site: Site, hosts: Collection[str] = LOOPBACK) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     def bad_request(request: Request, error: RequestValidationError) -> HTMLResponse:
         return refused("The address has a page number or a place that is not a whole number from 0 on.", 400)
+
+    @app.exception_handler(Exception)
+    def defect(request: Request, error: Exception) -> PlainTextResponse:
+        # This is outside of every middleware, so the headers are added here; the server's log has the whole error.
+        told = "This page could not be made, and the server's output says why. `headrace verify` checks the store.\n"
+        return PlainTextResponse(told, 500, HEADERS)
 
     @app.get("/")
     def home() -> HTMLResponse:
@@ -163,6 +169,10 @@ def create_app(site: Site, hosts: Collection[str] = LOOPBACK) -> FastAPI:
     @app.get("/file/{sha256}")
     def impact(sha256: str, page: Page = 0) -> HTMLResponse:
         return show("impact.html", question_pages.impact(site, sha256.removeprefix("sha256:"), page))
+
+    @app.get("/room")
+    def room() -> HTMLResponse:
+        return show("room.html", question_pages.room(site))
 
     @app.get("/metric/{name:path}")
     def metric(name: str, page: Page = 0) -> HTMLResponse:

@@ -284,7 +284,7 @@ def lineage(site: Site, name: str) -> dict[str, Any]:
         "size": sum(item.size for item in found.values()),
         "cut": bool(waiting) or len(found) > _WHOLE_PICTURE,
         "legend": sorted(KIND_SIGNS.items()),
-        "command_line": site.command("lineage", digest),
+        "command_line": site.command("lineage", figures.short(digest)),
     }
 
 

@@ -75,8 +75,9 @@ def chart(title: str, series: Mapping[str, Series], *, share: bool = False, acro
     if not every:
         return None
     low_x, high_x = min(x for x, _ in every), max(x for x, _ in every)
-    marks = _round_values(min(y for _, y in every), max(y for _, y in every))
-    low, high = min(marks[0], *(y for _, y in every)), max(marks[-1], *(y for _, y in every))
+    least, most = min(y for _, y in every), max(y for _, y in every)
+    marks = [0.0, 0.5, 1.0] if share and least == most and 0 <= least <= 1 else _round_values(least, most)
+    low, high = min(marks[0], least), max(marks[-1], most)
 
     def place_x(x: float) -> float:
         part = (x - low_x) / (high_x - low_x) if high_x > low_x else 0.5

@@ -63,9 +63,10 @@ def _pointers(site: Site, found: list[queries.Artifact]) -> Iterator[Damage]:
     for unread in queries.problems(site.index):
         if unread.key.startswith(("results/", "refs/")):  # what it named cannot be told, so it may be part of this
             yield Damage(unread.key, unread.problem)
+    sources: dict[tuple[str, str], list[str]] = {}
     for item in found:
         for result, _ in records.makers(site.index, item.digest):
-            for problem in proof.check_record(site.store, result):
+            for problem in proof.check_record(site.store, result, sources):
                 yield Damage(result_key(result.stage, result.key), problem, result.artifact)
     for name, _, _, now in queries.refs_to(site.index, [found[0].digest]):
         if now:

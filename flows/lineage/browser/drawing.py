@@ -14,7 +14,9 @@ from flows.lineage.browser.layout import Placement, Point, place
 
 _MARGIN = 6.0
 _LETTER = 7.4  # pixels of a letter of the title, rather too many than too few
-_SMALL_LETTER = 6.2
+_SMALL_LETTER = 6.5
+_FITS = 1500.0  # width of a drawing that still reads well when a page scales it to its own
+_LEAST = 104.0  # width of a box
 _PADDING = 22.0  # beside the text of a box
 
 
@@ -83,10 +85,14 @@ def draw(boxes: Sequence[Box], arrows: Iterable[tuple[str, str, str]], *, down: 
     joined: dict[tuple[str, str], list[str]] = {}
     for first, last, label in arrows:
         joined.setdefault((first, last), []).append(label)
-    size = (_width(boxes, 132.0 if down else 164.0), 46.0)
     gaps = (34.0, 12.0) if down else (28.0, 12.0)
     names = [box.name for box in boxes]
+    size = (_width(boxes, 148.0 if down else 164.0), 46.0)
     placement = place(names, list(joined), box=size, between_layers=gaps[0], between_boxes=gaps[1], down=down)
+    if not down and placement.size[0] > _FITS:  # many layers: narrower boxes, before all of it is drawn smaller
+        layers = round((placement.size[0] + gaps[0]) / (size[0] + gaps[0]))
+        size = (max(_LEAST, min(size[0], (_FITS + gaps[0]) / layers - gaps[0])), size[1])
+        placement = place(names, list(joined), box=size, between_layers=gaps[0], between_boxes=gaps[1])
     drawn = [_box(box, placement) for box in sorted(boxes, key=lambda box: _order(box, placement))]
     paths = [
         DrawnArrow(_path(points, down), first, last, ", ".join(filter(None, joined[first, last])))
@@ -106,7 +112,7 @@ def _width(boxes: Sequence[Box], most: float) -> float:
     longest = max(
         (max(len(box.title) * _LETTER + 16 * bool(box.sign), len(box.note) * _SMALL_LETTER) for box in boxes), default=0
     )
-    return min(most, max(92.0, longest + _PADDING))
+    return min(most, max(_LEAST, longest + _PADDING))
 
 
 def _box(box: Box, placement: Placement) -> DrawnBox:

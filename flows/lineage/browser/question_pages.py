@@ -17,6 +17,7 @@ from stages.artifacts.refs import before
 PAGE = 50
 _HITS = 60
 _MOVES = 100
+_SHARES_SHOWN = 30  # of what takes room
 _HOLDERS = 200  # of a file, on a page
 # Of a model's figures, the one that its reference's chart shows first.
 _TELLING = ("exact_match", "sampled", "preference_accuracy", "bits_per_byte", "eval_loss", "reward", "loss")
@@ -86,6 +87,28 @@ def metric(site: Site, name: str, page: int) -> dict[str, Any]:
     }
 
 
+def room(site: Site) -> dict[str, Any]:
+    """What takes how much room: by kind, stage and run, and of each referenced model with all that it was made from."""
+    index = site.index
+    total = "count(*) AS artifacts, sum(a.size) AS size FROM artifacts a"
+    largest = f"a.present = 1 GROUP BY name ORDER BY size DESC LIMIT {_SHARES_SHOWN}"
+    made = f"{total} JOIN makings m ON m.id = a.maker WHERE {largest}"
+    kinds = index.rows(f"SELECT a.kind AS name, {total} WHERE {largest}")
+    above = """WITH RECURSIVE above(id) AS (SELECT id FROM artifacts WHERE digest = ? UNION
+        SELECT i.artifact FROM above JOIN artifacts a ON a.id = above.id JOIN inputs i ON i.making = a.maker)
+        SELECT count(*) AS artifacts, sum(size) AS size FROM artifacts
+        WHERE present = 1 AND id IN (SELECT id FROM above)"""
+    models = [(ref, index.rows(above, (ref.artifact,))[0]) for ref in queries.all_refs(index)[:_SHARES_SHOWN]]
+    return {
+        "title": "Room",
+        "kinds": kinds,
+        "stages": index.rows(f"SELECT m.stage AS name, {made}"),
+        "runs": index.rows(f"SELECT m.run AS name, {made}"),
+        "models": models,
+        "command_line": site.command("du"),
+    }
+
+
 # References
 
 
@@ -118,7 +141,8 @@ def ref(site: Site, name: str, metric: str | None) -> dict[str, Any]:
     measured = {digest: _figures(site, digest) for digest in dict.fromkeys(move.artifact for move in moves)}
     names = list(dict.fromkeys(key for values in measured.values() for key in values))
     names.sort(key=lambda key: _TELLING.index(key) if key in _TELLING else len(_TELLING))
-    metric = metric if metric in names else (names[0] if names else None)
+    telling = next((key for key in names if len({values.get(key) for values in measured.values()}) > 1), None)
+    metric = metric if metric in names else telling or (names[0] if names else None)
     points = [
         (float(move.number), measured[move.artifact][metric])
         for move in reversed(moves)

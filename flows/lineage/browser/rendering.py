@@ -44,7 +44,7 @@ KIND_SIGNS: dict[str, str] = {
     "rollouts": "❝",
     "report": "▲",
     "code": "§",
-    "origins": "⌖",
+    "origins": "↦",
 }
 
 

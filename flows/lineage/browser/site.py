@@ -91,8 +91,3 @@ def open_site(url: str, root: str = "", progress: Any = lambda read: None) -> Si
     """
     store = open_store(url)
     return Site(store, Links(root), open_index(store, progress=progress))
-
-
-def page_of(number: int, size: int, has_more: bool) -> dict[str, Any]:
-    """What a pager of a list without a known length needs."""
-    return {"page": number, "size": size, "more": has_more}
