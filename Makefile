@@ -37,7 +37,7 @@ bench: .venv/.dev-installed
 
 .venv/.dev-installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing Headrace and its development tools into .venv"
-	@$(INSTALL) --editable '.[dev,gguf]'
+	@$(INSTALL) --editable '.[dev,gguf,provenance]'
 	@touch $@ .venv/.run-installed
 
 clean:
