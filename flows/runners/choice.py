@@ -1,0 +1,25 @@
+"""The runners by their names, as `--runner` and the Prefect form give them. Each is imported when it is asked for."""
+
+from __future__ import annotations
+
+from flows.runners.base import Runner, RunnerError
+
+RUNNERS = ("process", "docker")
+
+
+def make_runner(name: str) -> Runner:
+    """The runner of that name, with the settings of the environment.
+
+    Raises:
+        RunnerError: there is none.
+    """
+    match name:
+        case "process":
+            from flows.runners.process import ProcessRunner
+
+            return ProcessRunner()
+        case "docker":
+            from flows.runners.docker import DockerRunner
+
+            return DockerRunner()
+    raise RunnerError(f"there is no runner {name!r}. Runners: {', '.join(RUNNERS)}")

@@ -1,0 +1,173 @@
+"""A real Docker Engine and the real stage image, for tests marked `engine`.
+
+The engine is the one that DOCKER_HOST names, or the usual socket; where none answers and the script for it is at hand,
+one is started. The image is built from this checkout: minutes the first time, seconds afterwards. Where that cannot be,
+the tests are skipped and say why.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT.parent / "shared" / "tools"
+# Before any test imports Prefect, and away from the user's own.
+os.environ.setdefault("PREFECT_HOME", tempfile.mkdtemp(prefix="headrace-test-prefect-"))
+sys.path[:0] = [str(ROOT / "tests" / "execute"), str(ROOT / "tests" / "end_to_end"), str(Path(__file__).parent)]
+
+from toy_stages import Toys  # noqa: E402
+
+from flows import images  # noqa: E402
+from flows.execute import Execution, RunResult, run_all  # noqa: E402
+from flows.local_server import LocalServer, quiet_prefect  # noqa: E402
+from flows.plan import make_plan  # noqa: E402
+from flows.recipe import load_recipe  # noqa: E402
+from flows.runners import engine as engine_module  # noqa: E402
+from flows.runners.base import RunnerError  # noqa: E402
+from flows.runners.docker import DockerRunner  # noqa: E402
+
+quiet_prefect()
+Event = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def engine() -> docker.DockerClient:
+    """A client of a real engine; DOCKER_HOST leads to it, also in processes that a test starts."""
+    try:
+        return engine_module.connect()
+    except RunnerError as error:
+        script = TOOLS / "engine.sh"
+        if not script.exists() or os.getuid() != 0:
+            pytest.skip(f"{error}; and there is no script here that starts one")
+        started = subprocess.run(["bash", str(script), "up"], capture_output=True, text=True, timeout=300)
+        address = re.search(r"DOCKER_HOST=(\S+)", started.stdout)
+        if started.returncode or address is None:
+            pytest.skip(f"no Docker Engine can be started here: {started.stderr.strip()[-300:]}")
+        os.environ["DOCKER_HOST"] = address[1]
+        return engine_module.connect()
+
+
+@pytest.fixture(scope="session")
+def base_image(engine: docker.DockerClient) -> str:
+    """The image that the others are built on."""
+    for name in ("headrace-base:local", "python:3.11-slim"):
+        if engine.images.list(name=name):
+            return name
+    script = TOOLS / "base-image.sh"
+    if not script.exists():
+        pytest.skip("the engine has no image of Python, and there is no script here that makes one")
+    subprocess.run(["bash", str(script), "headrace-base:local"], check=True, capture_output=True, timeout=300)
+    return "headrace-base:local"
+
+
+@pytest.fixture(scope="session")
+def stage_image(engine: docker.DockerClient, base_image: str) -> str:
+    """The stage image of this checkout, by its id."""
+    _keep_wheel_of_torch()
+    images.build(["stage"], base=base_image, index=None, tag="test", as_json=True)
+    image = engine.images.get("headrace-stage:test").id
+    os.environ["HEADRACE_STAGE_IMAGE"] = image
+    return str(image)
+
+
+def _keep_wheel_of_torch() -> None:
+    """Lay the wheel of torch that these tests run with into images/wheels: an index may offer that for CUDA only."""
+    folder = ROOT / "images" / "wheels"
+    installed = version("torch")
+    if list(folder.glob("torch-*.whl")) or not installed.endswith("+cpu"):
+        return
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    subprocess.run([*command, f"torch=={installed.removesuffix('+cpu')}"], check=True, timeout=600)
+
+
+@pytest.fixture(autouse=True)
+def own_installation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Give every test an installation of its own, and see that it leaves no container behind."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    monkeypatch.setenv("HEADRACE_INSTALLATION", name)
+    yield name
+    if "engine" in request.fixturenames:
+        client: docker.DockerClient = request.getfixturevalue("engine")
+        left = containers(client, name)
+        for container in left:
+            container.remove(force=True, v=True)
+        assert not left, f"containers were left: {[container.name for container in left]}"
+
+
+def containers(client: docker.DockerClient, installation: str) -> list[Any]:
+    """The containers of an installation, running or not."""
+    labels = {"label": f"{engine_module.INSTALLATION}={installation}"}
+    return list(client.containers.list(all=True, filters=labels, ignore_removed=True))
+
+
+class Runs:
+    """Runs recipes of toy stages in containers, on a folder store unless told otherwise; keeps the last events."""
+
+    def __init__(self, toys: Toys) -> None:
+        self.toys = toys
+        self.events: list[Event] = []
+        self.react: Callable[[Event], None] = lambda event: None
+        self.runner: DockerRunner | None = None
+        self.execution: Execution | None = None
+        self.count = 0
+
+    def hear(self, event: Event) -> None:
+        self.events.append(event)
+        self.react(event)
+
+    def __call__(self, path: str, *overrides: str, store: str | None = None, **options: Any) -> RunResult:
+        self.events.clear()
+        self.count += 1
+        plan = make_plan(load_recipe(path, overrides), store or self.toys.store)
+        runner = self.runner or DockerRunner(**options)
+        try:
+            self.execution = Execution(plan, runner=runner, run_id=f"run-{self.count}", listener=self.hear)
+            return run_all(self.execution)
+        finally:
+            if self.runner is None:
+                runner.close()
+
+    def texts(self) -> list[str]:
+        return [str(event.get("text", "")) for event in self.events if event["type"] == "log"]
+
+
+@pytest.fixture
+def runs(stage_image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Toy recipes in a folder of the user who runs the tests."""
+    if os.getuid() == 0:
+        monkeypatch.setenv("HEADRACE_DOCKER_USER", "0:0")
+    return Runs(Toys(tmp_path))
+
+
+@pytest.fixture(scope="session")
+def prefect_api() -> Iterator[str]:
+    """The API of a real Prefect server, for the whole test run."""
+    server = LocalServer()
+    try:
+        server.wait()
+        yield server.url
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A user's folder with the miniature recipe and its reward."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name in ("mini.yaml", "mini_rewards.py"):
+        shutil.copy(ROOT / "tests" / "end_to_end" / name, folder)
+    return folder
