@@ -64,7 +64,9 @@ def run(
     recipe: RecipeName,
     set_: Set = None,
     store: StoreUrl = ".headrace",
-    runner: Annotated[str, typer.Option(metavar="NAME", help="Where stages run: process or docker.")] = "process",
+    runner: Annotated[
+        str, typer.Option(metavar="NAME", help="Where stages run: process, docker, workpool.")
+    ] = "process",
     until: Until = None,
     force: Force = None,
     accept_code: AcceptCode = None,

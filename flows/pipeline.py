@@ -105,7 +105,7 @@ def pipeline(
     recipe: str = "quickstart",
     overrides: Annotated[list[str], Field(description="Changed settings, such as dpo.beta=0.2")] = [],  # noqa: B006
     store: str = ".headrace",
-    runner: Literal["process", "docker"] = "process",
+    runner: Literal["process", "docker", "workpool"] = "process",
     until: str | None = None,
     force: Annotated[list[str], Field(description="Steps to run though their results are there")] = [],  # noqa: B006
     accept_code: Annotated[list[str], Field(description="Steps to keep though their code has changed")] = [],  # noqa: B006

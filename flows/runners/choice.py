@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flows.runners.base import Runner, RunnerError
 
-RUNNERS = ("process", "docker")
+RUNNERS = ("process", "docker", "workpool")
 
 
 def make_runner(name: str) -> Runner:
@@ -22,4 +22,8 @@ def make_runner(name: str) -> Runner:
             from flows.runners.docker import DockerRunner
 
             return DockerRunner()
+        case "workpool":
+            from flows.runners.workpool import WorkPoolRunner
+
+            return WorkPoolRunner()
     raise RunnerError(f"there is no runner {name!r}. Runners: {', '.join(RUNNERS)}")

@@ -30,6 +30,10 @@ COUNT = "a: {stage: COUNT, total: 6}"
 LOOK = """
 import json, os
 
+class Told(int):
+    def __format__(self, spec):
+        return self.text
+
 def look(total):
     status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
     def writable(path):
@@ -38,14 +42,15 @@ def look(total):
             return True
         except OSError:
             return False
-    mounts = [line.split() for line in open("/proc/mounts")]
     shm = os.statvfs("/dev/shm")
-    return json.dumps({
+    told = Told(total)
+    told.text = json.dumps({
         "uid": os.getuid(), "gid": os.getgid(), "capabilities": int(status["CapEff"], 16),
         "writable": [path for path in ("/", "/app", "/etc", "/scratch", "/tmp", "/scratch/code/0") if writable(path)],
         "environment": dict(os.environ), "shm": shm.f_blocks * shm.f_frsize,
         "first": open("/proc/1/cmdline").read(), "cores": len(os.sched_getaffinity(0)),
     })
+    return told
 """
 
 
@@ -199,12 +204,13 @@ def test_a_child_killed_for_memory_does_not_fail_a_stage_that_ends_well(runs: Ru
     (runs.toys.folder / "hungry.py").write_text(
         "import subprocess, sys\n\n\ndef feed(total):\n"
         "    code = 'held = bytearray(300 << 20); held[::4096] = bytes(len(held[::4096]))'\n"
-        "    return f'{total} {subprocess.run([sys.executable, \"-c\", code]).returncode}'\n"
+        "    return 1000 * total + subprocess.run([sys.executable, '-c', code]).returncode\n"
     )
     step = "a: {stage: COUNT, total: 4, reward: 'hungry:feed', resources: {memory: 150MiB}}"
     result = runs(runs.toys.recipe(step))
     assert result.steps["a"].status == "done", result.steps["a"]
-    assert value(result.steps["a"], runs.toys.store).startswith("10 -9 ")  # the child was killed, its parent was not
+    # 1000 * 10 - 9: the child was killed, its parent was not.
+    assert value(result.steps["a"], runs.toys.store).startswith("9991 ")
 
 
 def test_a_full_disk_is_named(runs: Runs) -> None:
