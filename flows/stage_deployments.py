@@ -45,9 +45,27 @@ CUSTOM = "custom"
 TAG = "headrace"
 SEND_SECONDS = 1.0  # between two batches while there is something to say
 ALIVE_SECONDS = 10.0  # between two signs of life
-LOST_SECONDS = 90.0  # without a sign of life from the other side, it is taken for lost
+LOST_SECONDS = 90.0  # without a sign of life from the other side, it is taken for lost; HEADRACE_LOST_SECONDS
 GRACE = 60.0
 _LEVELS = {"debug": logging.DEBUG, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def lost_seconds() -> float:
+    """How long the other side may give no sign of life: HEADRACE_LOST_SECONDS, or 90.
+
+    Raises:
+        RunnerError: the variable is not a number of seconds.
+    """
+    text = os.environ.get("HEADRACE_LOST_SECONDS", "")
+    try:
+        value = float(text) if text else LOST_SECONDS
+    except ValueError:
+        value = 0.0
+    if not ALIVE_SECONDS < value <= 86400:
+        raise RunnerError(
+            f"HEADRACE_LOST_SECONDS is {text!r}; give seconds, more than {ALIVE_SECONDS:.0f}, or unset it"
+        )
+    return value
 
 
 def deployment_of(stage: str) -> str:
@@ -208,6 +226,7 @@ class _Watch:
 
     def __init__(self, relay: Channel, handle: Handle, teller: _Teller) -> None:
         self._relay, self._handle, self._teller = relay, handle, teller
+        self._lost = lost_seconds()
         self._over = threading.Event()
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
@@ -215,7 +234,7 @@ class _Watch:
         self._over.set()
 
     def _look(self) -> None:
-        beats = Beats(LOST_SECONDS)
+        beats = Beats(self._lost)
         while not self._over.wait(SEND_SECONDS):
             try:
                 grace = self._relay.asked_to_stop()

@@ -51,6 +51,7 @@ _PAUSE = 0.5  # between two tries to reach the engine
 _DEFAULT_SHM = "1GiB"
 _PIDS = 8192
 _STDERR_LINES = 2000
+_NO_COMMAND = (126, 127)  # what the init process says of an entry point that cannot be run
 _OWN_CODES = {int(code) for code in ExitCode}
 
 
@@ -301,12 +302,16 @@ class DockerHandle:
     def events(self) -> Iterator[dict[str, Any]]:
         """The events as they come, then what the stage wrote to standard error; then the container is removed."""
         lines = EventLines()
+        spoke = False
         try:
             for data in self._output():
+                spoke = True
                 for event in lines.feed(data):
                     self._judge(event)
                     yield event
             yield from lines.rest()
+            if not spoke and self._end.code in _NO_COMMAND:
+                self.verdict = engine.no_stages(self._spec.step, self._image.name, f"exit code {self._end.code}")
             yield from self._stderr()
             for note in self._notes:
                 yield {"type": "log", "level": "warning", "time": round(time.time(), 3), "text": note}

@@ -113,8 +113,13 @@ def explain(error: APIError, step: str, gpus: int, image: str) -> str:
     if "network" in low and "not found" in low:
         return f"step {step}: {text}; set HEADRACE_DOCKER_NETWORK to a network that the engine has, such as host"
     if "executable file not found" in low or "no such file or directory" in low:
-        return f"step {step}: image {image} is not one of stages ({text}); make it with `headrace images build`"
+        return no_stages(step, image, text)
     return f"step {step}: the Docker Engine refuses its container: {text}"
+
+
+def no_stages(step: str, image: str, text: str) -> str:
+    """What to say of an image whose entry point is not that of stages."""
+    return f"step {step}: image {image} is not one of stages ({text}); make one with `headrace images build`"
 
 
 def explained(error: APIError) -> str:

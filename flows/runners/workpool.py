@@ -34,7 +34,7 @@ from flows.runners.base import RunnerError
 from flows.runners.container_files import luggage
 from flows.runners.memory import parse_size
 from flows.runners.relay import Beats, Channel
-from flows.stage_deployments import ALIVE_SECONDS, LOST_SECONDS, deployment_of
+from flows.stage_deployments import ALIVE_SECONDS, deployment_of, lost_seconds
 from stages.artifacts import StoreError, open_store
 from stages.contract import Resources, StageSpec
 
@@ -154,6 +154,7 @@ class WorkPoolHandle:
         self.verdict = ""
         self.flow_run = flow_run
         self._channel, self._step, self._pool = channel, step, pool
+        self._lost = lost_seconds()
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._over = threading.Event()
         self._code = 1
@@ -193,9 +194,9 @@ class WorkPoolHandle:
     def stop(self, grace: float) -> None:
         """Ask the stage to save and stop; cancel its flow run where it has not ended some time after `grace`."""
         self.ask_to_stop(grace)
-        if not self._over.wait(grace + LOST_SECONDS / 2):
+        if not self._over.wait(grace + self._lost / 2):
             self._cancel()
-            self._over.wait(LOST_SECONDS)
+            self._over.wait(self._lost)
 
     def _cancel(self) -> None:
         with contextlib.suppress(*_SERVER_ERRORS, ObjectNotFound), get_client(sync_client=True) as client:
@@ -228,7 +229,7 @@ class WorkPoolHandle:
     def _receive(self) -> int:
         """Pass on batch after batch, to the last. Returns the exit code."""
         number = 1
-        life = Beats(LOST_SECONDS)
+        life = Beats(self._lost)
         looked = told = time.monotonic()
         final: State[Any] | None = None
         while True:
@@ -253,7 +254,7 @@ class WorkPoolHandle:
                 if final is not None:
                     continue  # its last batch may have come since
             if self._heard and life.stopped:
-                self._note(f"the worker's machine has given no sign of life for {LOST_SECONDS:.0f} s: it is lost")
+                self._note(f"the worker's machine has given no sign of life for {self._lost:.0f} s: it is lost")
                 self._cancel()
                 return -int(signal.SIGKILL)
             if not self._heard and now - told > _WAITING_SECONDS:

@@ -14,10 +14,9 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import docker
 import pytest
@@ -26,21 +25,17 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT.parent / "shared" / "tools"
 # Before any test imports Prefect, and away from the user's own.
 os.environ.setdefault("PREFECT_HOME", tempfile.mkdtemp(prefix="headrace-test-prefect-"))
-sys.path[:0] = [str(ROOT / "tests" / "execute"), str(ROOT / "tests" / "end_to_end"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT / "tests" / "execute"), str(Path(__file__).parent)]
 
+from container_runs import Runs, containers  # noqa: E402
 from toy_stages import Toys  # noqa: E402
 
 from flows import images  # noqa: E402
-from flows.execute import Execution, RunResult, run_all  # noqa: E402
 from flows.local_server import LocalServer, quiet_prefect  # noqa: E402
-from flows.plan import make_plan  # noqa: E402
-from flows.recipe import load_recipe  # noqa: E402
 from flows.runners import engine as engine_module  # noqa: E402
 from flows.runners.base import RunnerError  # noqa: E402
-from flows.runners.docker import DockerRunner  # noqa: E402
 
 quiet_prefect()
-Event = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
@@ -105,43 +100,6 @@ def own_installation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         for container in left:
             container.remove(force=True, v=True)
         assert not left, f"containers were left: {[container.name for container in left]}"
-
-
-def containers(client: docker.DockerClient, installation: str) -> list[Any]:
-    """The containers of an installation, running or not."""
-    labels = {"label": f"{engine_module.INSTALLATION}={installation}"}
-    return list(client.containers.list(all=True, filters=labels, ignore_removed=True))
-
-
-class Runs:
-    """Runs recipes of toy stages in containers, on a folder store unless told otherwise; keeps the last events."""
-
-    def __init__(self, toys: Toys) -> None:
-        self.toys = toys
-        self.events: list[Event] = []
-        self.react: Callable[[Event], None] = lambda event: None
-        self.runner: DockerRunner | None = None
-        self.execution: Execution | None = None
-        self.count = 0
-
-    def hear(self, event: Event) -> None:
-        self.events.append(event)
-        self.react(event)
-
-    def __call__(self, path: str, *overrides: str, store: str | None = None, **options: Any) -> RunResult:
-        self.events.clear()
-        self.count += 1
-        plan = make_plan(load_recipe(path, overrides), store or self.toys.store)
-        runner = self.runner or DockerRunner(**options)
-        try:
-            self.execution = Execution(plan, runner=runner, run_id=f"run-{self.count}", listener=self.hear)
-            return run_all(self.execution)
-        finally:
-            if self.runner is None:
-                runner.close()
-
-    def texts(self) -> list[str]:
-        return [str(event.get("text", "")) for event in self.events if event["type"] == "log"]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import docker
 import pytest
-from conftest import ROOT
+from container_runs import ROOT
 
 from flows import images
 from flows.runners.engine import code_digest

@@ -14,7 +14,7 @@ from typing import Any
 import docker
 import pytest
 import s3_server as server_module
-from conftest import ROOT, containers
+from container_runs import ROOT, containers
 
 from stages.artifacts import open_store, read_run, verify_all
 
