@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import queue
 import signal
 import threading
@@ -46,9 +47,13 @@ _SERVER_ERRORS = (httpx.HTTPError, PrefectHTTPStatusError, OSError)
 
 
 class WorkPoolRunner:
-    """Runs each stage as a flow run of its deployment."""
+    """Runs each stage as a flow run of its deployment, on the Prefect server of whoever makes the runner.
+
+    (Prefect keeps its settings and the flow that runs in context variables, which new threads do not have.)
+    """
 
     def __init__(self) -> None:
+        self._context = contextvars.copy_context()
         self._lock = threading.Lock()
         self._closed = False
         self._handles: list[WorkPoolHandle] = []
@@ -56,6 +61,9 @@ class WorkPoolRunner:
 
     def start(self, spec: StageSpec) -> WorkPoolHandle:
         """Ask for the stage of `spec`; see `flows.runners.base.Runner`."""
+        return self._context.copy().run(self._start, spec)
+
+    def _start(self, spec: StageSpec) -> WorkPoolHandle:
         if configured_api() is None:
             raise RunnerError(
                 "--runner workpool needs a Prefect server with workers: set PREFECT_API_URL (`headrace up` starts one)"
@@ -159,7 +167,10 @@ class WorkPoolHandle:
         self._over = threading.Event()
         self._code = 1
         self._heard = False  # whether the stage has said anything
-        self._thread = threading.Thread(target=self._follow, name=f"flow run of {step}", daemon=True)
+        self._context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=self._context.copy().run, args=(self._follow,), name=f"flow run of {step}", daemon=True
+        )
         self._beats = threading.Thread(target=self._beat, name=f"beats for {step}", daemon=True)
 
     @property
@@ -187,7 +198,7 @@ class WorkPoolHandle:
             return
         with contextlib.suppress(StoreError):
             self._channel.ask_to_stop(grace)
-        state = self._state()
+        state = self._context.copy().run(self._state)
         if not self._heard and state is not None and (state.is_scheduled() or state.is_pending()):
             self._cancel()
 
@@ -199,6 +210,9 @@ class WorkPoolHandle:
             self._over.wait(self._lost)
 
     def _cancel(self) -> None:
+        self._context.copy().run(self._set_cancelled)
+
+    def _set_cancelled(self) -> None:
         with contextlib.suppress(*_SERVER_ERRORS, ObjectNotFound), get_client(sync_client=True) as client:
             client.set_flow_run_state(self.flow_run, Cancelled(message="Stopped by the run that asked for it"))
 
