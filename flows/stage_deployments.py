@@ -270,7 +270,7 @@ def deploy_stages(client: SyncPrefectClient, pool: str) -> list[str]:
         client.create_deployment(
             flow_id,
             name,
-            entrypoint=f"{run_stage.fn.__module__}.{run_stage.fn.__name__}",
+            entrypoint="flows.stage_deployments.run_stage",  # __module__ is another where this is run as a script
             work_pool_name=pool,
             tags=[TAG, FLOW],
             description=f"Runs {what} for a flow on another machine (`headrace run RECIPE --runner workpool`).",

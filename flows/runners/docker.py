@@ -38,7 +38,7 @@ from flows.runners.base import RunnerError
 from flows.runners.container_files import SCRATCH, SPEC, luggage
 from flows.runners.engine import AWAY
 from flows.runners.gpus import GpuPool, visible_gpus
-from flows.runners.lines import EventLines, stderr_events
+from flows.runners.lines import EventLines, lost_outcome, stderr_events
 from flows.runners.memory import parse_size, show_size
 from flows.runners.store_access import certificates, container_user, stage_environment
 from stages.artifacts import FolderStore, open_store
@@ -262,10 +262,17 @@ def _remove(client: docker.DockerClient, container: str) -> None:
 
 @dataclass(frozen=True)
 class _End:
-    """How a container ended: its exit code, minus the signal's number for a signal, and the runner's verdict or ""."""
+    """How a container ended.
+
+    Attributes:
+        code: its exit code, minus the signal's number for a signal.
+        verdict: why it is not to be tried again; "" otherwise.
+        message: what is known of an end that the stage could not tell; "" otherwise.
+    """
 
     code: int
     verdict: str = ""
+    message: str = ""
 
 
 class DockerHandle:
@@ -302,11 +309,12 @@ class DockerHandle:
     def events(self) -> Iterator[dict[str, Any]]:
         """The events as they come, then what the stage wrote to standard error; then the container is removed."""
         lines = EventLines()
-        spoke = False
+        spoke = ended = False
         try:
             for data in self._output():
                 spoke = True
                 for event in lines.feed(data):
+                    ended = ended or event.get("type") == "outcome"
                     self._judge(event)
                     yield event
             yield from lines.rest()
@@ -315,6 +323,8 @@ class DockerHandle:
             yield from self._stderr()
             for note in self._notes:
                 yield {"type": "log", "level": "warning", "time": round(time.time(), 3), "text": note}
+            if self._end.message and not ended:
+                yield lost_outcome(self._end.code, self._end.message)
         finally:
             if self.ended:
                 self.remove()
@@ -415,8 +425,7 @@ class DockerHandle:
                     return self._judged(state, was_away)
                 gone_since = None
             except NotFound:
-                self._notes.append("its container was removed by somebody else")
-                return _End(-int(signal.SIGKILL))
+                return _End(-int(signal.SIGKILL), message="its container was removed by somebody else")
             except APIError as error:
                 return _End(1, f"lost: the Docker Engine says: {engine.explained(error)}")
             except AWAY:
@@ -453,9 +462,7 @@ class DockerHandle:
                     f"killed: it used up its resources.memory of {show_size(parse_size(limit))}; raise that, or make "
                     "its batches smaller",
                 )
-            self._notes.append("the kernel killed it for want of memory on the engine's host")
-            return _End(-int(signal.SIGKILL))
+            return _End(-int(signal.SIGKILL), message="killed: the engine's host had no memory left")
         if was_away and code not in _OWN_CODES:
-            self._notes.append("its container ended while the Docker Engine was away")
-            return _End(-int(signal.SIGKILL))
+            return _End(-int(signal.SIGKILL), message="its container ended while the Docker Engine was away")
         return _End(128 - code if code > 128 else code)

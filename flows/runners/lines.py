@@ -47,3 +47,17 @@ def stderr_events(data: bytes) -> Iterator[dict[str, Any]]:
     for line in data[-STDERR_BYTES:].decode("utf-8", "replace").splitlines():
         if line.strip():
             yield {"type": "log", "level": "stderr", "time": round(time.time(), 3), "text": line}
+
+
+def lost_outcome(code: int, message: str) -> dict[str, Any]:
+    """The outcome of a stage that could not tell its own: what the runner knows of its end."""
+    return {
+        "type": "outcome",
+        "code": code,
+        "state": "crashed",
+        "message": message,
+        "artifact": None,
+        "outputs": {},
+        "metrics": {},
+        "time": round(time.time(), 3),
+    }

@@ -33,6 +33,7 @@ from prefect.states import Cancelled, State
 from flows.local_server import configured_api
 from flows.runners.base import RunnerError
 from flows.runners.container_files import luggage
+from flows.runners.lines import lost_outcome
 from flows.runners.memory import parse_size
 from flows.runners.relay import Beats, Channel
 from flows.stage_deployments import ALIVE_SECONDS, deployment_of, lost_seconds
@@ -244,7 +245,7 @@ class WorkPoolHandle:
         """Pass on batch after batch, to the last. Returns the exit code."""
         number = 1
         life = Beats(self._lost)
-        looked = told = time.monotonic()
+        looked = reminded = time.monotonic()
         final: State[Any] | None = None
         while True:
             batch = self._next(number)
@@ -268,11 +269,11 @@ class WorkPoolHandle:
                 if final is not None:
                     continue  # its last batch may have come since
             if self._heard and life.stopped:
-                self._note(f"the worker's machine has given no sign of life for {self._lost:.0f} s: it is lost")
                 self._cancel()
-                return -int(signal.SIGKILL)
-            if not self._heard and now - told > _WAITING_SECONDS:
-                told = now + 10 * _WAITING_SECONDS
+                told = f"lost: the worker's machine has given no sign of life for {self._lost:.0f} s"
+                return self._lost_with(-int(signal.SIGKILL), told)
+            if not self._heard and now - reminded > _WAITING_SECONDS:
+                reminded = now + 10 * _WAITING_SECONDS
                 self._note(f"no worker of work pool {self._pool} has taken it yet")
             time.sleep(_POLL)
 
@@ -286,13 +287,12 @@ class WorkPoolHandle:
         """What the final state of a flow run means whose stage never told its end."""
         told = f"its flow run ended as {state.name}{': ' + state.message if state.message else ''}"
         if state.is_cancelled():
-            self._note(told)
-            return -int(signal.SIGTERM)
-        if state.is_crashed():  # the machine, not the stage
-            self._note(told)
-            return -int(signal.SIGKILL)
-        self._events.put({"type": "outcome", "code": 1, "state": "crashed", "message": told, "time": time.time()})
-        return 1
+            return self._lost_with(-int(signal.SIGTERM), told)
+        return self._lost_with(-int(signal.SIGKILL) if state.is_crashed() else 1, told)
+
+    def _lost_with(self, code: int, told: str) -> int:
+        self._events.put(lost_outcome(code, told))
+        return code
 
     def _note(self, text: str) -> None:
         self._events.put({"type": "log", "level": "warning", "time": round(time.time(), 3), "text": text})

@@ -18,7 +18,7 @@ from flows.plan import make_plan
 from flows.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-LOST = "15"  # HEADRACE_LOST_SECONDS
+LOST = "45"  # HEADRACE_LOST_SECONDS
 Event = dict[str, Any]
 
 
