@@ -24,7 +24,7 @@ from flows.execute import StepResult
 from flows.runners.docker import DockerRunner, DockerSettings
 from stages.artifacts import open_store, read_log, read_result
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]  # the first one builds the image
 
 COUNT = "a: {stage: COUNT, total: 6}"
 LOOK = """

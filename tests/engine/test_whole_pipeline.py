@@ -18,7 +18,7 @@ from container_runs import ROOT, containers
 
 from stages.artifacts import open_store, read_run, verify_all
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]  # the first one builds the image
 
 RUN = ["run", "mini.yaml", "--set", "steps=6", "--json"]
 
