@@ -426,9 +426,9 @@ class DockerHandle:
                 gone_since = None
             except NotFound:
                 return _End(-int(signal.SIGKILL), message="its container was removed by somebody else")
-            except APIError as error:
-                return _End(1, f"lost: the Docker Engine says: {engine.explained(error)}")
-            except AWAY:
+            except AWAY as error:
+                if isinstance(error, APIError) and not error.is_server_error():
+                    return _End(1, f"lost: the Docker Engine says: {engine.explained(error)}")
                 if self._answers():  # the request only took long
                     gone_since = None
                     continue
@@ -445,10 +445,8 @@ class DockerHandle:
     def _answers(self) -> bool:
         try:
             self._client.api.inspect_container(self.container)
-        except AWAY:
-            return False
-        except APIError:
-            return True
+        except AWAY as error:
+            return isinstance(error, APIError) and not error.is_server_error()
         return True
 
     def _judged(self, state: dict[str, Any], was_away: bool) -> _End:

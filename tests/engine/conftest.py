@@ -70,10 +70,13 @@ def base_image(engine: docker.DockerClient) -> str:
 
 @pytest.fixture(scope="session")
 def stage_image(engine: docker.DockerClient, base_image: str) -> str:
-    """The stage image of this checkout, by its id."""
-    _keep_wheel_of_torch()
-    images.build(["stage"], base=base_image, index=None, tag="test", as_json=True)
-    image = engine.images.get("headrace-stage:test").id
+    """The stage image of this checkout, by its id. HEADRACE_TEST_IMAGE names one to use instead of building it."""
+    name = os.environ.get("HEADRACE_TEST_IMAGE")
+    if not name:
+        name = "headrace-stage:test"
+        _keep_wheel_of_torch()
+        images.build(["stage"], base=base_image, index=None, tag="test", as_json=True)
+    image = engine.images.get(name).id
     os.environ["HEADRACE_STAGE_IMAGE"] = image
     return str(image)
 
@@ -115,7 +118,7 @@ def prefect_api() -> Iterator[str]:
     """The API of a real Prefect server, for the whole test run."""
     server = LocalServer()
     try:
-        server.wait()
+        server.wait(600)
         yield server.url
     finally:
         server.stop()

@@ -27,7 +27,7 @@ def prefect_api() -> Iterator[str]:
     """The API of a real server."""
     server = LocalServer()
     try:
-        server.wait()
+        server.wait(600)
         yield server.url
     finally:
         server.stop()
