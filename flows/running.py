@@ -21,7 +21,7 @@ from flows.names import new_run_name
 from flows.plan import Plan, PlannedStep, make_plan
 from flows.recipe import load_recipe
 from flows.recipe_model import RecipeError
-from flows.runners.choice import RUNNERS, make_runner
+from flows.runners.choice import RUNNERS, check_runner, make_runner
 from flows.signals import interrupting, stopping
 from flows.summary import Made
 
@@ -115,11 +115,14 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
 
     Raises:
         RecipeError: anything that was asked for is wrong; nothing was started.
+        RunnerError: the runner cannot start stages; nothing was started.
         StoreError: the store cannot be written.
         NoServer: the Prefect server did not come up.
     """
     begun = time.monotonic()
     plan = request.plan()
+    if plan.misses:
+        check_runner(request.runner)
     run_id = new_run_name(plan.store)
     board = Board(_line(planned) for planned in plan.steps)
     display = open_display(board, as_json=as_json)

@@ -27,3 +27,25 @@ def make_runner(name: str) -> Runner:
 
             return WorkPoolRunner()
     raise RunnerError(f"there is no runner {name!r}. Runners: {', '.join(RUNNERS)}")
+
+
+def check_runner(name: str) -> None:
+    """Look whether the runner can start stages at all, so that it is said before anything is begun.
+
+    Raises:
+        RunnerError: it cannot; the message says what to change.
+    """
+    match name:
+        case "docker":
+            from flows.runners import engine
+            from flows.runners.docker import DockerSettings
+
+            client = engine.connect()
+            try:
+                engine.find_image(client, DockerSettings.of_environment().image)
+            finally:
+                client.close()
+        case "workpool":
+            from flows.runners.workpool import check_api
+
+            check_api()

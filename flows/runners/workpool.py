@@ -65,10 +65,7 @@ class WorkPoolRunner:
         return self._context.copy().run(self._start, spec)
 
     def _start(self, spec: StageSpec) -> WorkPoolHandle:
-        if configured_api() is None:
-            raise RunnerError(
-                "--runner workpool needs a Prefect server with workers: set PREFECT_API_URL (`headrace up` starts one)"
-            )
+        check_api()
         name = deployment_of(spec.stage)
         pool, kind = self._pool(name, spec.step)
         variables = job_variables(kind, spec.resources)
@@ -132,6 +129,14 @@ class WorkPoolRunner:
                 raise RunnerError(f"step {step}: the Prefect server cannot be asked for {name}: {error}") from None
             self._pools[name] = (pool.name, pool.type)
         return self._pools[name]
+
+
+def check_api() -> None:
+    """Raises RunnerError unless a Prefect server is configured: one that a run starts for itself has no workers."""
+    if configured_api() is None:
+        raise RunnerError(
+            "--runner workpool needs a Prefect server with workers: set PREFECT_API_URL (`headrace up` starts one)"
+        )
 
 
 def job_variables(kind: str, resources: Resources) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def test_code_that_was_carried_has_the_same_fingerprint(tmp_path: Path) -> None:
         {
             "mine/__init__.py": "",
             "mine/count/__init__.py": "",
-            "mine/count/config.py": "from stages.contract import StageConfig as Base\n\n\nclass Config(Base):\n    pass\n",
+            "mine/count/config.py": "import stages.contract as c\n\n\nclass Config(c.StageConfig):\n    pass\n",
             "mine/count/stage.py": "from ..helpers import one\n\n\ndef run(context):\n    one()\n",
             "mine/helpers/__init__.py": "from .numbers import one\n",
             "mine/helpers/numbers.py": "def one():\n    return 1\n",
