@@ -39,20 +39,24 @@ quiet_prefect()
 
 
 @pytest.fixture(scope="session")
-def engine() -> docker.DockerClient:
+def engine() -> Iterator[docker.DockerClient]:
     """A client of a real engine; DOCKER_HOST leads to it, also in processes that a test starts."""
+    script = TOOLS / "engine.sh"
     try:
-        return engine_module.connect()
+        yield engine_module.connect()
+        return
     except RunnerError as error:
-        script = TOOLS / "engine.sh"
         if not script.exists() or os.getuid() != 0:
             pytest.skip(f"{error}; and there is no script here that starts one")
-        started = subprocess.run(["bash", str(script), "up"], capture_output=True, text=True, timeout=300)
-        address = re.search(r"DOCKER_HOST=(\S+)", started.stdout)
-        if started.returncode or address is None:
-            pytest.skip(f"no Docker Engine can be started here: {started.stderr.strip()[-300:]}")
-        os.environ["DOCKER_HOST"] = address[1]
-        return engine_module.connect()
+    started = subprocess.run(["bash", str(script), "up"], capture_output=True, text=True, timeout=300)
+    address = re.search(r"DOCKER_HOST=(\S+)", started.stdout)
+    if started.returncode or address is None:
+        pytest.skip(f"no Docker Engine can be started here: {started.stderr.strip()[-300:]}")
+    os.environ["DOCKER_HOST"] = address[1]
+    try:
+        yield engine_module.connect()
+    finally:  # who started it ends it; its images stay
+        subprocess.run(["bash", str(script), "down"], capture_output=True, timeout=120)
 
 
 @pytest.fixture(scope="session")
