@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,3 +58,31 @@ class Runs:
 
     def texts(self) -> list[str]:
         return [str(event.get("text", "")) for event in self.events if event["type"] == "log"]
+
+
+def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Start `headrace` in a folder; its events are on standard output."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", *arguments],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        **options,
+    )
+
+
+def events_of(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]]]:
+    """Read a command to its end: its exit code and its events."""
+    assert process.stdout is not None
+    lines = process.stdout.read().splitlines()
+    process.stdout.close()
+    events = []
+    for line in lines:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            events.append({"type": "text", "text": line})
+    return process.wait(), events

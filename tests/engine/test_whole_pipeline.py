@@ -4,51 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import uuid
 from pathlib import Path
 from typing import Any
 
 import docker
 import pytest
-import s3_server as server_module
-from container_runs import ROOT, containers
+from container_runs import ROOT, containers, events_of, start
 
-from stages.artifacts import open_store, read_run, verify_all
+from stages.artifacts import open_store, verify_all
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]  # the first one builds the image
 
 RUN = ["run", "mini.yaml", "--set", "steps=6", "--json"]
-
-
-def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """Start `headrace` in a folder; its events are on standard output."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", *arguments],
-        cwd=folder,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        **options,
-    )
-
-
-def events_of(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]]]:
-    """Read a command to its end: its exit code and its events."""
-    assert process.stdout is not None
-    lines = process.stdout.read().splitlines()
-    process.stdout.close()
-    events = []
-    for line in lines:
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            events.append({"type": "text", "text": line})
-    return process.wait(), events
 
 
 def run(folder: Path, *arguments: str) -> dict[str, Any]:
@@ -116,29 +83,6 @@ def test_training_that_is_killed_in_its_container_ends_with_the_same_bytes(
     assert all(made == expected[name] for name, made in artifacts(result).items())
 
 
-def test_ctrl_c_saves_stops_and_leaves_no_container(
-    stage_image: str,
-    processes: dict[str, Any],
-    project: Path,
-    s3_url: str,
-    engine: docker.DockerClient,
-    own_installation: str,
-) -> None:
-    arguments = ["--no-prefect", "--runner", "docker", "--store", s3_url, "--until", "base"]
-    flow = start(project, *RUN, *arguments, start_new_session=True)
-    assert flow.stdout is not None
-    for line in flow.stdout:
-        if '"type": "saved"' in line or '"type":"saved"' in line:
-            os.killpg(flow.pid, signal.SIGINT)  # what a terminal does
-            break
-    code, events = events_of(flow)
-    assert code == 130, events[-3:]
-    assert events[-1]["steps"]["base"]["code"] in (75, 0)
-    assert containers(engine, own_installation) == []
-    result = run(project, *arguments)
-    assert artifacts(result)["base"] == artifacts(processes)["base"]
-
-
 @pytest.mark.slow
 def test_the_whole_pipeline_gives_the_same_bytes_in_containers_on_a_folder(
     stage_image: str, processes: dict[str, Any], project: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,56 +92,3 @@ def test_the_whole_pipeline_gives_the_same_bytes_in_containers_on_a_folder(
     result = run(project, "--no-prefect", "--runner", "docker")
     assert artifacts(result) == artifacts(processes)
     assert not list(verify_all(open_store(project / ".headrace")))
-
-
-def test_a_run_that_is_cancelled_in_prefect_saves_stops_and_leaves_no_container(
-    stage_image: str,
-    project: Path,
-    s3_url: str,
-    s3_server: server_module.Server,
-    engine: docker.DockerClient,
-    own_installation: str,
-    prefect_api: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PREFECT_API_URL", prefect_api)
-    arguments = ["--runner", "docker", "--store", s3_url, "--until", "base", "--set", "base.max_steps=2000"]
-    flow = start(project, *RUN, *arguments)
-    assert flow.stdout is not None
-    run_id = ""
-    for line in flow.stdout:
-        event = json.loads(line) if line.startswith("{") else {}
-        if event.get("type") == "saved":
-            run_id = cancel_the_run_of(prefect_api)
-            break
-    code, events = events_of(flow)
-    assert code == 130, events[-5:]
-    assert containers(engine, own_installation) == []
-    assert events[-1]["steps"]["base"]["code"] == 75
-    document = read_run(open_store(s3_url), events[-1]["run"])
-    assert document is not None
-    assert document["state"] == "stopped"
-    assert state_of(prefect_api, run_id) == "CANCELLED"
-
-
-def cancel_the_run_of(api: str) -> str:
-    """Cancel the one flow run that runs, as its page does. Returns its id."""
-    from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-    from prefect.states import Cancelling
-
-    with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:
-        runs = [run for run in client.read_flow_runs() if run.state is not None and run.state.is_running()]
-        assert len(runs) == 1
-        client.set_flow_run_state(runs[0].id, Cancelling())
-        return str(runs[0].id)
-
-
-def state_of(api: str, run_id: str) -> str:
-    from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:
-        state = client.read_flow_run(uuid.UUID(run_id)).state
-        assert state is not None
-        return str(state.type.value)
