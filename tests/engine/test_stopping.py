@@ -36,7 +36,7 @@ def test_ctrl_c_saves_stops_and_leaves_no_container(
     assert containers(engine, own_installation) == []
     code, events = events_of(start(tmp_path, *command, "--set", "a.delay=0"))
     assert code == 0, events[-3:]
-    assert [event["at"] for event in events if event["type"] == "resumed"][0] >= saved
+    assert next(event["at"] for event in events if event["type"] == "resumed") >= saved
 
 
 def test_a_run_that_is_cancelled_in_prefect_saves_stops_and_leaves_no_container(
