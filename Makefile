@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow check docs bench clean
+.PHONY: demo test test-slow test-engine check docs bench clean
 
 demo: .venv/.run-installed
 	@$(BIN)/headrace run quickstart
@@ -14,6 +14,9 @@ test: .venv/.dev-installed
 
 test-slow: .venv/.dev-installed
 	$(BIN)/python -m pytest -m slow
+
+test-engine: .venv/.dev-installed
+	$(BIN)/python -m pytest -m "engine and not slow" tests/engine
 
 check: .venv/.dev-installed
 	$(BIN)/ruff check .

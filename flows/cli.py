@@ -21,6 +21,7 @@ import typer
 
 from flows import cli_lineage
 from flows.cli_options import ArtifactName, Json, StoreUrl
+from flows.image_verbs import images
 
 FAILED = 1
 BAD_REQUEST = 2
@@ -34,6 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(images)
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A built-in recipe (quickstart) or a YAML file.")]
 Set = Annotated[
@@ -54,7 +56,9 @@ def run(
     recipe: RecipeName,
     set_: Set = None,
     store: StoreUrl = ".headrace",
-    runner: Annotated[str, typer.Option(metavar="NAME", help="Where stages run: process.")] = "process",
+    runner: Annotated[
+        str, typer.Option(metavar="NAME", help="Where stages run: process, docker, workpool.")
+    ] = "process",
     until: Until = None,
     force: Force = None,
     accept_code: AcceptCode = None,
@@ -377,9 +381,10 @@ def _is_a_persons_error(error: Exception) -> bool:
     from flows.local_server import NoServer
     from flows.names import UnknownName
     from flows.recipe_model import RecipeError
+    from flows.runners.base import RunnerError
     from stages.artifacts import StoreError
 
-    return isinstance(error, RecipeError | UnknownName | StoreError | NoServer)
+    return isinstance(error, RecipeError | UnknownName | StoreError | NoServer | RunnerError)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from flows.listing import print_json
 from flows.local_server import configured_api, quiet_prefect
+from flows.runners.engine_checks import check_engine
 from flows.runners.gpus import visible_gpus
 from stages.artifacts import FolderStore, StoreError, open_cache, open_store
 from stages.artifacts.check import Check, check_store
@@ -45,6 +46,7 @@ def _all(store_url: str) -> Iterator[Check]:
     yield from _packages()
     yield _gpus()
     yield _prefect()
+    yield from check_engine()
     try:
         store = open_store(store_url)
     except StoreError as error:

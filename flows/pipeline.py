@@ -38,7 +38,7 @@ from flows.pages import StepRow, publish_pages
 from flows.plan import Plan, PlannedStep, make_plan
 from flows.recipe import load_recipe
 from flows.runners.base import Runner
-from flows.runners.process import ProcessRunner
+from flows.runners.choice import make_runner
 from flows.signals import stopping
 from flows.summary import Made
 
@@ -105,7 +105,7 @@ def pipeline(
     recipe: str = "quickstart",
     overrides: Annotated[list[str], Field(description="Changed settings, such as dpo.beta=0.2")] = [],  # noqa: B006
     store: str = ".headrace",
-    runner: Literal["process"] = "process",
+    runner: Literal["process", "docker", "workpool"] = "process",
     until: str | None = None,
     force: Annotated[list[str], Field(description="Steps to run though their results are there")] = [],  # noqa: B006
     accept_code: Annotated[list[str], Field(description="Steps to keep though their code has changed")] = [],  # noqa: B006
@@ -125,7 +125,7 @@ def pipeline(
     if session is None:
         plan = make_plan(load_recipe(recipe, overrides), store, force=force, until=until, accept_code=accept_code)
         session = Session(plan, free_run_name(plan.store, str(flow_run.get_name() or "run")))
-    return _run(session, ProcessRunner())
+    return _run(session, make_runner(runner))
 
 
 def _run(session: Session, runner: Runner) -> State[Any]:

@@ -22,6 +22,7 @@ from flows.names import new_run_name
 from flows.plan import Plan, PlannedStep, make_plan
 from flows.recipe import load_recipe
 from flows.recipe_model import RecipeError
+from flows.runners.choice import RUNNERS, check_runner, make_runner
 from flows.signals import interrupting, stopping
 from flows.summary import Made
 
@@ -53,8 +54,8 @@ class Request:
         Raises:
             RecipeError: anything that was asked for is wrong.
         """
-        if self.runner != "process":
-            raise RecipeError(f"--runner {self.runner}: no such runner. Runners: process.")
+        if self.runner not in RUNNERS:
+            raise RecipeError(f"--runner {self.runner}: no such runner. Runners: {', '.join(RUNNERS)}.")
         recipe = load_recipe(self.recipe, self.overrides)
         return make_plan(recipe, self.store, force=self.force, until=self.until, accept_code=self.accept_code)
 
@@ -115,11 +116,14 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
 
     Raises:
         RecipeError: anything that was asked for is wrong; nothing was started.
+        RunnerError: the runner cannot start stages; nothing was started.
         StoreError: the store cannot be written.
         NoServer: the Prefect server did not come up.
     """
     begun = time.monotonic()
     plan = request.plan()
+    if plan.misses:
+        check_runner(request.runner)
     run_id = new_run_name(plan.store)
     board = Board(_line(planned) for planned in plan.steps)
     display = open_display(board, as_json=as_json)
@@ -130,7 +134,7 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
             if with_prefect:
                 result = _run_in_prefect(request, plan, run_id, display)
             else:
-                result = _run_alone(plan, run_id, display, request.workers)
+                result = _run_alone(plan, run_id, display, request)
     except KeyboardInterrupt:
         display.say("Stopped before a step was running.")
         return INTERRUPTED
@@ -156,14 +160,12 @@ def _header(plan: Plan, run_id: str, runner: str) -> list[str]:
     ]
 
 
-def _run_alone(plan: Plan, run_id: str, display: Display, workers: int) -> RunResult:
-    from flows.runners.process import ProcessRunner
-
-    runner = ProcessRunner()
+def _run_alone(plan: Plan, run_id: str, display: Display, request: Request) -> RunResult:
+    runner = make_runner(request.runner)
     try:
         execution = Execution(plan, runner=runner, run_id=run_id, listener=display.event)
         with display, stopping(execution, lambda count: _say_stopping(display, count)):
-            return run_all(execution, workers=workers)
+            return run_all(execution, workers=request.workers)
     finally:
         runner.close()
 

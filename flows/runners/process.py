@@ -29,6 +29,7 @@ from typing import IO, Any
 import stages
 from flows.runners.base import RunnerError
 from flows.runners.gpus import GpuPool
+from flows.runners.lines import STDERR_BYTES, parse_event, stderr_events
 from flows.runners.memory import parse_size, session_memory, show_size
 from stages.children import die_with_parent
 from stages.contract import StageSpec
@@ -37,7 +38,6 @@ _POLL = 0.05  # seconds between looks at a file of events
 _MEMORY_POLL = 0.5
 _READY = 120.0  # seconds that the fork server may take to say that it is there
 _KILLED = 20.0  # seconds that a killed stage may take to be gone
-_STDERR_BYTES = 200_000  # of a stage's standard error, the last of which go to its log
 
 
 class ProcessRunner:
@@ -183,7 +183,7 @@ class ProcessHandle:
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
                     if line:
-                        event = _event(line)
+                        event = parse_event(line)
                         if event.get("type") == "outcome":
                             code = int(event.get("code", 1))
                         yield event
@@ -192,19 +192,16 @@ class ProcessHandle:
                 if code is not None and self.pid is not None and not _alive(self.pid):
                     self.end(code)  # a server that is busy importing torch would say so only later
         if rest:
-            yield _event(rest)
+            yield parse_event(rest)
         yield from self._stderr()
 
     def _stderr(self) -> Iterator[dict[str, Any]]:
         try:
             with open(self.stderr_file, "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _STDERR_BYTES))
-                text = file.read().decode("utf-8", "replace")
+                file.seek(max(0, file.seek(0, os.SEEK_END) - STDERR_BYTES))
+                yield from stderr_events(file.read())
         except FileNotFoundError:
             return
-        for line in text.splitlines():
-            if line.strip():
-                yield {"type": "log", "level": "stderr", "time": round(time.time(), 3), "text": line}
 
     def wait(self) -> int:
         """Wait for the end; the exit code, or minus the number of the signal that ended it."""
@@ -390,14 +387,3 @@ def _die_with(parent: int) -> Callable[[], None]:
             os._exit(1)
 
     return ask
-
-
-def _event(line: bytes) -> dict[str, Any]:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        event = None
-    if isinstance(event, dict):
-        return event
-    text = line.decode("utf-8", "replace")
-    return {"type": "log", "level": "warning", "time": round(time.time(), 3), "text": text}

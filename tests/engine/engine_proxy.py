@@ -1,0 +1,85 @@
+"""A socket before the Docker Engine's own that can hang up, and stay away for a while, as an engine that restarts does.
+
+What goes through it is the real engine's; nothing is answered in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class EngineProxy:
+    """A running proxy. `address` is what DOCKER_HOST takes."""
+
+    def __init__(self, path: Path, upstream: str) -> None:
+        self.path = path
+        self.address = f"unix://{path}"
+        self._upstream = upstream.removeprefix("unix://")
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self._listener: socket.socket | None = None
+        self.accepted = 0
+        self.come_back()
+
+    def come_back(self) -> None:
+        """Listen (again)."""
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self.path))
+        self._listener.listen(64)
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def hang_up(self) -> None:
+        """Cut every connection that there is; new ones are taken."""
+        with self._lock:
+            cut, self._open = self._open, []
+        for one in cut:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def go_away(self) -> None:
+        """Cut every connection and take no more, until `come_back`."""
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        self.hang_up()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return
+            far = socket.socket(socket.AF_UNIX)
+            far.connect(self._upstream)
+            with self._lock:
+                self._open += [near, far]
+                self.accepted += 1
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=_pump, args=(source, sink), daemon=True).start()
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+    with contextlib.suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
+
+
+@contextmanager
+def engine_proxy(folder: Path, upstream: str) -> Iterator[EngineProxy]:
+    """A proxy in `folder`, whose path must be short, before the engine at `upstream`."""
+    proxy = EngineProxy(folder / "docker.sock", upstream)
+    try:
+        yield proxy
+    finally:
+        proxy.go_away()
