@@ -46,7 +46,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="STEP.FIELD=VALUE", help="Change a setting or a parameter.")
 ]
-Until = Annotated[str | None, typer.Option("--until", metavar="STEP", help="Only this step and what it needs.")]
+Until = Annotated[
+    list[str] | None, typer.Option("--until", metavar="STEP", help="Only this step and what it needs; may be repeated.")
+]
 Force = Annotated[
     list[str] | None, typer.Option("--force", metavar="STEP", help="Run this step though its result is there.")
 ]
@@ -74,7 +76,7 @@ def run(
     from flows import running
 
     request = running.Request(
-        recipe, tuple(set_ or ()), store, runner, until, tuple(force or ()), tuple(accept_code or ()), workers
+        recipe, tuple(set_ or ()), store, runner, tuple(until or ()), tuple(force or ()), tuple(accept_code or ()), workers
     )
     if dry_run:
         raise typer.Exit(running.show_plan(request, as_json=json_))
@@ -95,7 +97,7 @@ def plan(
     from flows import running
 
     request = running.Request(
-        recipe, tuple(set_ or ()), store, "process", until, tuple(force or ()), tuple(accept_code or ())
+        recipe, tuple(set_ or ()), store, "process", tuple(until or ()), tuple(force or ()), tuple(accept_code or ())
     )
     raise typer.Exit(running.show_plan(request, as_json=json_))
 

@@ -41,7 +41,7 @@ class Request:
     overrides: tuple[str, ...] = ()
     store: str = ".headrace"
     runner: str = "process"
-    until: str | None = None
+    until: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
     accept_code: tuple[str, ...] = ()
     workers: int = 2
@@ -64,7 +64,7 @@ class Request:
             "overrides": list(self.overrides),
             "store": self.store,
             "runner": self.runner,
-            "until": self.until,
+            "until": list(self.until),
             "force": list(self.force),
             "accept_code": list(self.accept_code),
         }
