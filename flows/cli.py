@@ -57,6 +57,11 @@ AcceptCode = Annotated[
     typer.Option("--accept-code", metavar="STEP", help="Keep this step's result though its code has changed."),
 ]
 
+Settings = Annotated[
+    Path | None,
+    typer.Argument(metavar="[SETTINGS]", help="A YAML file; headrace.yaml in this folder, where there is one."),
+]
+
 
 @app.command()
 def run(
@@ -76,7 +81,14 @@ def run(
     from flows import running
 
     request = running.Request(
-        recipe, tuple(set_ or ()), store, runner, tuple(until or ()), tuple(force or ()), tuple(accept_code or ()), workers
+        recipe,
+        tuple(set_ or ()),
+        store,
+        runner,
+        tuple(until or ()),
+        tuple(force or ()),
+        tuple(accept_code or ()),
+        workers,
     )
     if dry_run:
         raise typer.Exit(running.show_plan(request, as_json=json_))
@@ -300,6 +312,27 @@ def gc(
     from flows import store_verbs
 
     store_verbs.gc(store, delete=delete, keep=keep, grace=grace, as_json=json_)
+
+
+@app.command()
+def up(
+    settings: Settings = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Of the Prefect server.")] = 4200,
+    browser_port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Of the lineage browser.")] = 4280,
+    runs: Annotated[int, typer.Option(min=1, metavar="N", help="Flow runs at once.")] = 2,
+) -> None:
+    """Start a Prefect server with its pages, the deployments, a worker and the lineage browser; Ctrl-C stops them."""
+    from flows import up as verb
+
+    raise typer.Exit(verb.up(settings, port=port, browser_port=browser_port, runs=runs))
+
+
+@app.command()
+def deploy(settings: Settings = None, json_: Json = False) -> None:
+    """Bring the configured Prefect server's deployments, limits and automations to what the settings say."""
+    from flows import deploy_verb
+
+    raise typer.Exit(deploy_verb.deploy(settings, as_json=json_))
 
 
 @app.command()

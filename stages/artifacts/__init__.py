@@ -9,6 +9,7 @@ from stages.artifacts.folder import FolderStore
 from stages.artifacts.gc import Collection, Garbage, collect
 from stages.artifacts.leases import Lease, LeaseLost, LeaseRecord, acquire, leases, read_lease
 from stages.artifacts.manifest import FileEntry, Manifest, canonical_json, check_digest, check_path
+from stages.artifacts.nights import SEEN, Night, Nights, read_nights, write_night
 from stages.artifacts.publish import HashCache, files_below, import_files, manifest_of, publish
 from stages.artifacts.reach import ancestors
 from stages.artifacts.refs import Move, Ref, check_ref_name, promote, read_ref, ref_names, refs, rollback
@@ -31,6 +32,7 @@ from stages.artifacts.verify import Damage, FilesAtHand, repair, verify_all, ver
 from stages.artifacts.work import WorkArea
 
 __all__ = [
+    "SEEN",
     "Collection",
     "Damage",
     "Damaged",
@@ -45,6 +47,8 @@ __all__ = [
     "LeaseRecord",
     "Manifest",
     "Move",
+    "Night",
+    "Nights",
     "NotInStore",
     "ObjectInfo",
     "ReadOnlyStore",
@@ -82,6 +86,7 @@ __all__ = [
     "read_lease",
     "read_log",
     "read_manifest",
+    "read_nights",
     "read_ref",
     "read_result",
     "read_run",
@@ -97,6 +102,7 @@ __all__ = [
     "verify_all",
     "verify_artifact",
     "verify_artifacts",
+    "write_night",
     "write_result",
     "write_run",
 ]
