@@ -3,7 +3,8 @@
 Invariants:
 - Only an explicit yes approves: an unanswered form, one resumed without a yes, and a lapse of time do not.
 - A server that is away while the run waits loses nothing: the run goes on asking.
-- Each attempt of a run asks anew, for what it shows may have changed.
+- Each attempt of a run asks anew, for what it shows may have changed; but an answer that came while the run's process
+  was gone is taken.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from uuid import UUID
 import httpx
 from prefect import get_client, get_run_logger, pause_flow_run
 from prefect.exceptions import FlowPauseTimeout, PrefectHTTPStatusError
-from prefect.input import RunInput
+from prefect.input import RunInput, delete_flow_run_input, read_flow_run_input
 from prefect.input.run_input import keyset_from_base_key
 from prefect.runtime import flow_run
 from pydantic import Field
@@ -45,7 +46,11 @@ def ask(question: str, hours: float) -> Answer:
         question: Markdown above the form.
         hours: how long to wait for an answer.
     """
-    key = f"approval-{flow_run.get_run_count()}"
+    attempt = flow_run.get_run_count() or 1
+    for number in range(1, attempt):
+        if (given := _take(f"approval-{number}")) is not None:
+            return Answer(bool(given.promote), given.why)
+    key = f"approval-{attempt}"
     form = Approval.with_initial_data(description=question, promote=False, why="")
     seconds = max(1, round(hours * 3600))
     end = time.monotonic() + seconds
@@ -58,6 +63,7 @@ def ask(question: str, hours: float) -> Answer:
         given = _go_on_asking(key, end)
     if given is None:
         return Answer(False, f"nobody answered within {hours:g} hours")
+    _take(key)
     return Answer(bool(given.promote), given.why)
 
 
@@ -69,9 +75,24 @@ def _go_on_asking(key: str, end: float) -> Approval | None:
             with get_client(sync_client=True) as client:
                 state = client.read_flow_run(flow_run_id).state
                 if state is not None and state.is_running():
-                    answer = Approval.load(keyset_from_base_key(f"paused-{key}"), flow_run_id=flow_run_id)
-                    return answer if isinstance(answer, Approval) else None
+                    return _load(key)
         except (httpx.HTTPError, PrefectHTTPStatusError):
             pass
         time.sleep(POLL_SECONDS)
     return None
+
+
+def _load(key: str) -> Approval | None:
+    """The answer that was given to a pause, if any."""
+    value = read_flow_run_input(keyset_from_base_key(f"paused-{key}")["response"], UUID(str(flow_run.get_id())))
+    return Approval(**value) if value else None
+
+
+def _take(key: str) -> Approval | None:
+    """The answer that was given to a pause, if any; it is used up by that."""
+    answer = _load(key)
+    if answer is not None:
+        delete_flow_run_input(
+            keyset_from_base_key(f"paused-{key}")["response"], flow_run_id=UUID(str(flow_run.get_id()))
+        )
+    return answer

@@ -285,21 +285,20 @@ class _Night:
         if self.night.start == "warm":
             step, _, name = self.request.warm_start.partition(".")
             yield f"{step}.inputs.{name}=artifact:{base}"
-        for step in self.recipe.steps.values():
-            models = type(step.config).INPUTS.get("models")
-            if type(step.config).OUTPUT == "report" and models is not None and models.many:
-                given = {
-                    ref.name.partition(".")[2]: ref.text
-                    for ref in step.inputs.values()
-                    if ref.name.startswith("models.")
-                }
-                if "production" not in given:
-                    yield f"{step.name}.inputs.models={json.dumps(given | {'production': f'artifact:{base}'})}"
+        for reporter in self.recipe.steps.values():
+            takes = type(reporter.config).INPUTS.get("models")
+            if type(reporter.config).OUTPUT != "report" or takes is None or not takes.many:
+                continue
+            inputs = [ref for ref in reporter.inputs.values() if ref.name.startswith("models.")]
+            models = {ref.name.partition(".")[2]: ref.text for ref in inputs}
+            if "production" not in models:
+                models["production"] = f"artifact:{base}"
+                yield f"{reporter.name}.inputs.models={json.dumps(models)}"
 
     def _decide(self, made: list[summary.Made]) -> Night:
         night, request = self.night, self.request
-        found = next((item for item in made if item.step == request.model), None) if request.model else None
-        found = found or summary.final_model(self.store, made)
+        wanted = request.model or final_step(self.recipe)
+        found = next((item for item in made if item.step == wanted), None)
         if found is None:
             return self._end("failed", f"recipe {self.recipe.name} gives no checkpoint that could be promoted")
         night.artifact = found.artifact
@@ -332,6 +331,19 @@ class _Night:
         return self.night
 
 
+def final_step(recipe: Recipe) -> str:
+    """The step whose checkpoint has the most checkpoints behind it, as the recipe stands; "" where none makes one.
+
+    A warm start cuts the chain, so it cannot be read from what a night has made.
+    """
+    depth: dict[str, int] = {}
+    for name in recipe.order():
+        above = max((depth[needed] for needed in recipe.steps[name].upstream()), default=0)
+        depth[name] = above + (type(recipe.steps[name].config).OUTPUT == "checkpoint")
+    makers = [name for name in depth if type(recipe.steps[name].config).OUTPUT == "checkpoint"]
+    return max(makers, key=lambda name: depth[name], default="")
+
+
 def _files_changed(store: Store, before: str | None, now: str, paths: dict[str, int]) -> str:
     """How the files of an input differ from those of an earlier artifact, in words."""
     try:
@@ -346,7 +358,8 @@ def _files_changed(store: Store, before: str | None, now: str, paths: dict[str, 
     }
     grown = sum(1 for path in paths.keys() & old.keys() if paths[path] != old[path])
     counts["changed"] = grown or (0 if counts["new"] or counts["gone"] else 1)
-    return ", ".join(f"{figures.count(count)} {what}" for what, count in counts.items() if count)
+    told = [f"{figures.count(count)} {what}" for what, count in counts.items() if count]
+    return f"{', '.join(told)} of {figures.count(len(paths))} files"
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
