@@ -152,9 +152,10 @@ def _completed(settings: DeploySettings, folder: Path) -> DeploySettings:
         store = os.path.normpath(folder / Path(store).expanduser())
     nightly = settings.nightly or {"production": NightlySettings(recipe="quickstart")}
     completed = settings.model_copy(update={"folder": folder, "store": store, "nightly": nightly})
-    recipes = completed.recipes_by_name()
+    completed.recipes_by_name()
     for name, item in nightly.items():
-        recipe = recipes[completed.path_of(item.recipe)]
+        path = completed.path_of(item.recipe)
+        recipe = load_recipe(path, [*_placeholders(path), *item.overrides])
         step, _, wanted = item.warm_start.partition(".")
         if item.warm_start and (step not in recipe.steps or not wanted):
             known = ", ".join(f"{each}.model" for each, it in recipe.steps.items() if "model" in type(it.config).INPUTS)
@@ -181,4 +182,4 @@ def _placeholders(path: str) -> list[str]:
     parameters = document.get("parameters") if isinstance(document, dict) else None
     if not isinstance(parameters, dict):
         return []
-    return [f"{name}=to-be-given" for name, value in parameters.items() if value is None]
+    return [f"{name}=./to-be-given" for name, value in parameters.items() if value is None]

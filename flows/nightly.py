@@ -264,7 +264,7 @@ class _Night:
         if last is None:
             return "the first night"
         told = [
-            f"{name}: {_files_changed(self.store, last.data.get(name), digest, self._paths(name))}"
+            f"{name.removesuffix('.files')}: {_files_changed(self.store, last.data.get(name), digest, self._paths(name))}"
             for name, digest in self.night.data.items()
             if last.data.get(name) != digest
         ]

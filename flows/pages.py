@@ -40,8 +40,8 @@ class StepRow:
 
 def page_key(recipe: str, page: str) -> str:
     """The key of a page: "My Recipe_2" and "loss" give "my-recipe-2-loss"."""
-    name = re.sub(r"[^a-z0-9]+", "-", recipe.lower()).strip("-") or "recipe"
-    return f"{name}-{page}"
+    name, rest = (re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") for text in (recipe, page))
+    return f"{name or 'recipe'}-{rest}"
 
 
 class PageMaker:

@@ -51,10 +51,9 @@ def test_a_cancelled_run_saves_ends_and_a_retry_goes_on_from_there(installed: In
     with installed.client() as client:  # the page's Retry
         client.set_flow_run_state(flow_run, Scheduled(name="AwaitingRetry"))
     run = installed.reached(flow_run, lambda run: run.state is not None and run.state.is_completed())
-    states = {task.state_name for task in installed.tasks(run.id).values()}
-    assert "Cached" in states
     resumed = installed.document(f"{run.name}-2")
     assert resumed is not None
+    assert [resumed["steps"][step]["status"] for step in ("words", "model")] == ["cached", "cached"]
     assert f"saved progress at step {saved}" in resumed["steps"]["better"]["reason"]
 
 
@@ -78,11 +77,17 @@ def test_a_promotion_waits_for_a_person_and_nobodys_answer_means_no(installed: I
         return flow_run
 
     flow_run = ask()
-    with installed.client() as client:
-        inputs = client.filter_flow_run_input(flow_run, key_prefix="paused", limit=10, exclude_keys=set())
-    told = " ".join(str(item.value) for item in inputs)
-    assert "exact match" in told
-    assert "Shall **asked** name" in told
+    told: list[str] = []
+
+    def described() -> bool:
+        with installed.client() as client:
+            inputs = client.filter_flow_run_input(flow_run, key_prefix="paused", limit=10, exclude_keys=set())
+        told[:] = [str(item.value) for item in inputs if item.key.endswith("description")]
+        return bool(told)
+
+    until(described, 60, "the form of the approval")
+    assert "exact match" in told[0]
+    assert "Shall **asked** name" in told[0]
     resume(installed, flow_run, promote=False, why="not today")
     run = installed.ended(flow_run)
     assert (run.state_name, run.state and run.state.message) == ("Not approved", "not promoted: not today")
@@ -125,7 +130,7 @@ def test_two_runs_at_once_compute_a_shared_step_once(installed: Installed) -> No
 
 @pytest.mark.slow
 def test_twenty_triggers_of_a_night_leave_one_running(installed: Installed) -> None:
-    overrides = ["better.rate=0.47", "better.max_steps=300", "better.pause=0.1"]
+    overrides = ["better.rate=0.47", "better.max_steps=6000", "better.pause=0.1"]
     first = installed.submit("nightly/production", overrides=overrides)
     installed.reached(first, lambda run: run.state_name == "Running")
     others = [installed.submit("nightly/production", overrides=overrides) for _ in range(19)]
