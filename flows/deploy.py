@@ -88,7 +88,7 @@ def deployments(settings: DeploySettings) -> list[Deployment]:
         Deployment("gc", gc, GC, dict(store)),
     ]
     for ref, item in settings.nightly.items():
-        parameters = store | {"ref": ref, "recipe": settings.path_of(item.recipe), "timezone": item.timezone}
+        parameters = store | {"ref": ref, "recipe": item.recipe, "timezone": item.timezone}
         for name in ("overrides", "warm_start", "model", "gate", "approve", "approve_hours", "keep"):
             parameters[name] = getattr(item, name)
         found.append(
@@ -180,7 +180,7 @@ def _job_variables(settings: DeploySettings, pool_type: str) -> dict[str, Any]:
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return {
         "working_dir": str(settings.folder),
-        "command": f"{sys.executable} -P -m prefect.engine",
+        "command": f"{sys.executable} -P -m flows.engine",
         "env": {"PYTHONPATH": path},
     }
 

@@ -5,7 +5,7 @@ the built-in recipes are deployed on the store `.headrace`, with a nightly deplo
 
 Invariants:
 - Settings that exist are sound: recipes can be read, gate rules parsed, the schedule and time zone are known.
-- Paths are relative to the file's folder, and absolute once read, so that a worker may run anywhere on the machine.
+- Paths are relative to the file's folder, in which a worker's flows run. The store's is absolute once read.
 - No secret stands in the file: the webhook's address comes from the environment (`HEADRACE_WEBHOOK_URL`).
 """
 
@@ -94,18 +94,19 @@ class DeploySettings(BaseModel):
         return value
 
     def path_of(self, recipe: str) -> str:
-        """A recipe as a worker in any folder finds it: a built-in name, or an absolute path."""
+        """What loads a recipe from any folder: a built-in name, or an absolute path."""
         return recipe if not _is_path(recipe) else os.path.normpath(self.folder / Path(recipe).expanduser())
 
     def recipes_by_name(self) -> dict[str, Recipe]:
-        """Every recipe that can be chosen, by what is chosen (a built-in name or an absolute path), read.
+        """Every recipe that can be chosen, read, by what is chosen: its name or path as the settings have it.
 
         Raises:
             RecipeError: one cannot be used. A built-in one that needs a value (a model, data) is read all the same.
         """
         names = self.recipes or sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
         names = [*names, *(item.recipe for item in self.nightly.values())]
-        return {path: load_recipe(path, _placeholders(path)) for path in map(self.path_of, dict.fromkeys(names))}
+        paths = {name: self.path_of(name) for name in names}
+        return {name: load_recipe(path, _placeholders(path)) for name, path in paths.items()}
 
 
 def read_settings(path: Path | None = None) -> DeploySettings:

@@ -98,7 +98,7 @@ def flow_processes() -> set[str] | None:
             continue
         try:
             folder = processes / entry.name
-            if b"prefect.engine" not in (folder / "cmdline").read_bytes():
+            if b"flows.engine" not in (folder / "cmdline").read_bytes():
                 continue
             for pair in (folder / "environ").read_bytes().split(b"\0"):
                 name, _, value = pair.partition(b"=")

@@ -28,7 +28,7 @@ def resume(installed: Installed, flow_run: UUID, **answer: object) -> None:
 
 def start(installed: Installed, *overrides: str, step: str = "better") -> UUID:
     """Start the toy recipe and wait until a step runs."""
-    recipe = str(installed.folder / "toy.yaml")
+    recipe = "toy.yaml"
     flow_run = installed.submit("headrace/pipeline", recipe=recipe, overrides=list(overrides))
     until(lambda: installed.running_step(installed.read(flow_run).name, step), 300, f"{step} runs")
     return flow_run
@@ -68,7 +68,7 @@ def test_cancel_reaches_a_stage_that_is_saving_or_does_not_listen(installed: Ins
 
 @pytest.mark.slow
 def test_a_promotion_waits_for_a_person_and_nobodys_answer_means_no(installed: Installed) -> None:
-    installed.run("headrace/pipeline", recipe=str(installed.folder / "toy.yaml"), overrides=["better.rate=0.43"])
+    installed.run("headrace/pipeline", recipe="toy.yaml", overrides=["better.rate=0.43"])
     store = open_store(installed.folder / "store")
 
     def ask(**parameters: object) -> UUID:
@@ -111,7 +111,7 @@ def _refs(installed: Installed) -> list[str]:
 
 @pytest.mark.slow
 def test_two_runs_at_once_compute_a_shared_step_once(installed: Installed) -> None:
-    recipe = str(installed.folder / "toy.yaml")
+    recipe = "toy.yaml"
     overrides = ["model.rate=0.44", "model.max_steps=60", "model.pause=0.1"]
     both = [
         installed.submit("headrace/pipeline", recipe=recipe, overrides=[*overrides, f"better.rate={rate}"])
@@ -151,7 +151,7 @@ def test_stages_share_the_slots_of_the_installation(installed: Installed) -> Non
     with installed.client() as client:
         client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name="headrace-steps", limit=1))
     try:
-        recipe = str(installed.folder / "toy.yaml")
+        recipe = "toy.yaml"
         pauses = ["words.bad=false", "model.pause=0.3"]
         both = [
             installed.submit("headrace/pipeline", recipe=recipe, overrides=[*pauses, f"model.rate={rate}"])
