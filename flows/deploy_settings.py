@@ -19,7 +19,7 @@ from zoneinfo import ZoneInfo
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from flows.gate import parse_rule
-from flows.recipe import load_recipe
+from flows.recipe import declared_parameters, load_recipe
 from flows.recipe_errors import Mistakes, describe_errors
 from flows.recipe_model import BUILT_IN, Recipe, RecipeError
 from flows.recipe_yaml import Document, YamlError, parse
@@ -174,13 +174,4 @@ def _is_path(recipe: str) -> bool:
 
 def _placeholders(path: str) -> list[str]:
     """Values for the parameters of a recipe that have none, so that its steps can be read for the form."""
-    from flows.recipe import find_recipe
-
-    try:
-        document = parse(find_recipe(path).read_text("utf-8")).value
-    except (OSError, UnicodeDecodeError, YamlError):
-        return []  # `load_recipe` says what is wrong
-    parameters = document.get("parameters") if isinstance(document, dict) else None
-    if not isinstance(parameters, dict):
-        return []
-    return [f"{name}=./to-be-given" for name, value in parameters.items() if value is None]
+    return [f"{name}=./to-be-given" for name, value in declared_parameters(path).items() if value is None]

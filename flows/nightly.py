@@ -48,7 +48,7 @@ from flows.pipeline import (
     made_by,
 )
 from flows.plan import make_plan
-from flows.recipe import load_recipe
+from flows.recipe import declared_parameters, load_recipe
 from flows.recipe_model import RecipeError
 from flows.runners.process import ProcessRunner
 from flows.trend import plot_trend, table_rows, trend_metric
@@ -197,15 +197,14 @@ class _Night:
     def __init__(self, request: Request, store: Store, day: date, *, backfill: bool) -> None:
         self.request, self.store, self.day = request, store, day
         self.logger = get_run_logger()
-        recipe = load_recipe(request.recipe, request.overrides)
-        dated = "date" in recipe.parameters
+        dated = "date" in declared_parameters(request.recipe)
         if backfill and not dated:
             raise RecipeError(
-                f"dates: recipe {recipe.name} has no parameter `date`, so every date would be the same; add one, and "
+                f"dates: recipe {request.recipe} has no parameter `date`, so every date would be the same; add one, and "
                 'use it for the data of a night, such as data: "logs/${date}/*.jsonl".'
             )
         self.overrides = [*request.overrides, *([f"date={day.isoformat()}"] if dated else [])]
-        self.recipe = load_recipe(request.recipe, self.overrides) if dated else recipe
+        self.recipe = load_recipe(request.recipe, self.overrides)
         self.earlier = read_nights(store, request.ref).nights
         self.night = self._begin()
 

@@ -30,7 +30,7 @@ from flows.runners.memory import parse_size
 from stages.artifacts import canonical_json
 from stages.contract import Resources, StageConfig, config_class
 
-__all__ = ["Header", "InputRef", "Recipe", "RecipeError", "Step", "find_recipe", "load_recipe"]
+__all__ = ["Header", "InputRef", "Recipe", "RecipeError", "Step", "declared_parameters", "find_recipe", "load_recipe"]
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,99}")  # it becomes the name of a log file
 _SPECIAL = ("stage", "inputs", "resources")
@@ -78,6 +78,21 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     except YamlError as error:
         raise RecipeError(f"{shown}:{error.line}: {error.message}.") from None
     return _Reader(shown, path, text, document).read(overrides)
+
+
+def declared_parameters(name_or_path: str) -> dict[str, Any]:
+    """The parameters of a recipe with their values, before its steps are looked at; {} where it cannot be read, which
+    `load_recipe` then says.
+
+    Raises:
+        RecipeError: there is no such recipe.
+    """
+    try:
+        document = parse(find_recipe(name_or_path).read_text("utf-8")).value
+    except (OSError, UnicodeDecodeError, YamlError):
+        return {}
+    parameters = document.get("parameters") if isinstance(document, dict) else None
+    return parameters if isinstance(parameters, dict) else {}
 
 
 def find_recipe(name: str) -> Path:

@@ -200,6 +200,9 @@ class _Installation:
             "DO_NOT_TRACK": "1",
             # In memory, the leases of slots would be lost when the server is restarted.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+            # SQLite has one writer at a time: on a busy machine its turn may take longer than Prefect's 10 and 5 s.
+            "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
+            "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "30",
             "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
             "PREFECT_WORKER_QUERY_SECONDS": "2",
             "PYTHONPATH": with_this_package(os.environ.get("PYTHONPATH")),

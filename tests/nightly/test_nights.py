@@ -88,7 +88,7 @@ def add(folder: Path, number: int, name: str = "") -> None:
 
 
 def night(folder: Path, **parameters: Any) -> Any:
-    defaults = {"warm_start": "base.model", "gate": ["bits_per_byte < production"], "overrides": ["date=any"]}
+    defaults = {"warm_start": "base.model", "gate": ["bits_per_byte < production"], "overrides": []}
     return nightly(str(folder / "plays.yaml"), store=str(folder / "store"), return_state=True, **(defaults | parameters))
 
 
