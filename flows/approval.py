@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -84,7 +85,7 @@ def _go_on_asking(key: str, end: float) -> Approval | None:
 
 def _load(key: str) -> Approval | None:
     """The answer that was given to a pause, if any."""
-    value = read_flow_run_input(keyset_from_base_key(f"paused-{key}")["response"], UUID(str(flow_run.get_id())))
+    value: Any = read_flow_run_input(keyset_from_base_key(f"paused-{key}")["response"], UUID(str(flow_run.get_id())))
     return Approval(**value) if value else None
 
 

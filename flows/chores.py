@@ -94,7 +94,7 @@ def current(store: Store, ref: str) -> str:
 
 
 def question(store: Store, ref: str, candidate: str, now: str, arithmetic: tuple[str, ...] = ()) -> str:
-    """Markdown that asks whether a reference shall name a candidate: the gate's arithmetic and what is known of both."""
+    """Markdown that asks whether a reference shall name a candidate: the gate's arithmetic, or both models' figures."""
     lines = [f"Shall **{ref}** name {browser_link(f'`{figures.short(candidate)}`', 'artifact', candidate)}?", ""]
     lines += [f"- {line}" for line in arithmetic]
     ours, theirs = measured(store, candidate), measured(store, now) if now else {}

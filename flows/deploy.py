@@ -5,11 +5,11 @@ The model: `deploy` brings a server to what the settings say: a work pool, the d
 limits, and the automations.
 
 Invariants:
-- Deploying twice changes nothing; a nightly deployment that the settings no longer have is removed. Limits that a person
-  has changed in the UI are changed back.
+- Deploying twice changes nothing; a nightly deployment that the settings no longer have is removed. Limits that a
+  person has changed in the UI are changed back.
 - Everything made here is tagged `headrace` or named so; nothing else on the server is touched.
-- One night of a reference runs at a time: a trigger that comes meanwhile is cancelled at once (CANCEL_NEW), so that late
-  runs never pile up.
+- One night of a reference runs at a time: a trigger that comes meanwhile is cancelled at once (CANCEL_NEW), so that
+  late runs never pile up.
 """
 
 from __future__ import annotations
@@ -237,11 +237,11 @@ later run go on from what is saved.
 The same from a terminal: `headrace run quickstart --set dpo.beta=0.2`
 """
 NIGHTLY = """\
-Retrains the reference **REF** when there is new data: finds it by content, starts from the model in REF or from scratch,
-measures the candidate beside it, and promotes what passes the gate.
+Retrains the reference **REF** when there is new data: finds it by content, starts from the model in REF or from
+scratch, measures the candidate beside it, and promotes what passes the gate.
 
-A night without new data ends in seconds. One night runs at a time; a trigger that comes meanwhile is cancelled. Rules of
-the gate, one a line:
+A night without new data ends in seconds. One night runs at a time; a trigger that comes meanwhile is cancelled. Rules
+of the gate, one a line:
 
 ```
 exact_match >= 0.5
@@ -264,8 +264,8 @@ and fails if one is damaged, naming it.
 The same from a terminal: `headrace verify production`
 """
 GC = """\
-Finds what no reference, night, recent result or running stage needs any more; with *Delete*, removes it. Safe while runs
-go on.
+Finds what no reference, night, recent result or running stage needs any more; with *Delete*, removes it. Safe while
+runs go on.
 
 The same from a terminal: `headrace gc --keep 30d`
 """

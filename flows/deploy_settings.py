@@ -1,7 +1,7 @@
 """The settings of an installation, in one YAML file: its store and recipes, what is retrained by night, and its limits.
 
-`headrace up` and `headrace deploy` read it (`headrace.yaml` in the current folder unless another is named). Without one,
-the built-in recipes are deployed on the store `.headrace`, with a nightly deployment that has no schedule.
+`headrace up` and `headrace deploy` read it (`headrace.yaml` in the current folder unless another is named). Without
+one, the built-in recipes are deployed on the store `.headrace`, with a nightly deployment that has no schedule.
 
 Invariants:
 - Settings that exist are sound: recipes can be read, gate rules parsed, the schedule and time zone are known.

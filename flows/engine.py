@@ -21,7 +21,9 @@ def main() -> None:
     folder = home() / "logs" / "runs"
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)
-    log = os.open(folder / f"{os.environ.get('PREFECT__FLOW_RUN_ID', 'run')}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(
+        folder / f"{os.environ.get('PREFECT__FLOW_RUN_ID', 'run')}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    )
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

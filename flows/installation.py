@@ -1,8 +1,8 @@
 """The installation of `headrace up` on this machine: its folder, and the addresses of the one that runs.
 
 The folder is `HEADRACE_HOME`, or `~/.headrace`: the server's database, its leases, logs, and `up.json` with the
-addresses. Its lock is held for as long as `headrace up` lives, however it ends, so that `up.json` of one that was killed
-is not believed.
+addresses. Its lock is held for as long as `headrace up` lives, however it ends, so that `up.json` of one that was
+killed is not believed.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def configured_api() -> str | None:
 
 
 def start_server() -> LocalServer | LastingServer | None:
-    """Begin to start a server unless an API is configured or `headrace up` runs; `serving` waits for it. Returns at once.
+    """Begin to start a server unless an API is configured or `headrace up` runs. Returns at once; `serving` waits.
 
     Raises:
         NoServer: an API is configured, and nothing answers there.

@@ -1,8 +1,9 @@
 """The flow `nightly`: retrain a reference when there is new data, and promote what passes its gate.
 
-The model: a night finds what of the recipe's data is new, by content; runs the recipe, from the model that the reference
-names or from scratch, with that model measured in the same report; judges the candidate by the gate; asks a person if
-asked to; moves the reference; and writes down what it came to (`stages.artifacts.nights`), with the trend as a page.
+The model: a night finds what of the recipe's data is new, by content; runs the recipe, from the model that the
+reference names or from scratch, with that model measured in the same report; judges the candidate by the gate; asks a
+person if asked to; moves the reference; and writes down what it came to (`stages.artifacts.nights`), with the trend as
+a page.
 
 Invariants:
 - A night whose data and recipe an earlier one has brought to an end trains nothing and says so.
@@ -49,7 +50,7 @@ from flows.pipeline import (
 )
 from flows.plan import make_plan
 from flows.recipe import declared_parameters, load_recipe
-from flows.recipe_model import RecipeError
+from flows.recipe_model import Recipe, RecipeError
 from flows.runners.process import ProcessRunner
 from flows.trend import plot_trend, table_rows, trend_metric
 from stages.artifacts import (
@@ -120,7 +121,7 @@ def nightly(
         list[str],
         Field(
             title="Dates",
-            description="Past nights to run in turn, a date or a range a line: 2026-11-01..2026-11-07. Today when empty.",
+            description="Past nights to run in turn, one date or range a line: 2026-11-01..2026-11-07. Today if empty.",
         ),
     ] = [],  # noqa: B006
     again: Annotated[bool, Field(title="Again", description="Run though nothing is new.")] = False,
@@ -200,7 +201,7 @@ class _Night:
         dated = "date" in declared_parameters(request.recipe)
         if backfill and not dated:
             raise RecipeError(
-                f"dates: recipe {request.recipe} has no parameter `date`, so every date would be the same; add one, and "
+                f"dates: recipe {request.recipe} has no parameter `date`, so all dates would be the same; add one, and "
                 'use it for the data of a night, such as data: "logs/${date}/*.jsonl".'
             )
         self.overrides = [*request.overrides, *([f"date={day.isoformat()}"] if dated else [])]
@@ -263,7 +264,7 @@ class _Night:
         if last is None:
             return "the first night"
         told = [
-            f"{name.removesuffix('.files')}: {_files_changed(self.store, last.data.get(name), digest, self._paths(name))}"
+            f"{name.removesuffix('.files')}: " + _files_changed(self.store, last.data.get(name), self._paths(name))
             for name, digest in self.night.data.items()
             if last.data.get(name) != digest
         ]
@@ -343,7 +344,7 @@ def final_step(recipe: Recipe) -> str:
     return max(makers, key=lambda name: depth[name], default="")
 
 
-def _files_changed(store: Store, before: str | None, now: str, paths: dict[str, int]) -> str:
+def _files_changed(store: Store, before: str | None, paths: dict[str, int]) -> str:
     """How the files of an input differ from those of an earlier artifact, in words."""
     try:
         old = {entry.path: entry.size for entry in read_manifest(store, before).files} if before else {}

@@ -1,4 +1,4 @@
-"""The pages that a run leaves in Prefect: artifacts that say what ran, what was reused and why, how good it is, and where.
+"""The pages that a run leaves in Prefect: artifacts that say what ran, what was reused and why, and how good it is.
 
 Keys are the recipe's name and what the page is, so that each page of a recipe has a history over its runs:
 `quickstart-run` (the answers in one page), `quickstart-metrics`, `quickstart-loss`, `quickstart-evaluation`,
@@ -94,7 +94,7 @@ class PageMaker:
 
 
 def browser_link(text: str, kind: str, name: str) -> str:
-    """Markdown of `text` that leads to the lineage browser's page of an artifact, run or ref; plain without a browser."""
+    """Markdown that leads to the lineage browser's page of an artifact, run or ref; plain text without a browser."""
     browser = os.environ.get(BROWSER, "").rstrip("/")
     return f"[{text}]({browser}/{kind}/{name})" if browser else text
 

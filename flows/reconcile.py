@@ -83,7 +83,8 @@ def _truth(run: FlowRun) -> State[None]:
     if (run.run_count or 0) >= ATTEMPTS:
         return Crashed(message=f"Its process is gone, for the {run.run_count}th time. Retry goes on from what is done.")
     return AwaitingRetry(
-        scheduled_time=datetime.now(UTC), message=f"Its process on {platform.node()} is gone; it goes on from what is done."
+        scheduled_time=datetime.now(UTC),
+        message=f"Its process on {platform.node()} is gone; it goes on from what is done.",
     )
 
 

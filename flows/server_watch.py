@@ -1,4 +1,4 @@
-"""What a run and its Prefect server owe each other while the run goes on: to hear of a cancellation, and to tell the truth.
+"""What a run and its Prefect server owe each other: to hear of a cancellation, and to tell the truth.
 
 The model: a thread reads the flow run's state now and then. The server may be restarted, killed or gone for minutes
 meanwhile: stages go on, and the thread notes that it was away.

@@ -7,8 +7,7 @@ nothing is asked of the server.
 Invariants:
 - A step that is a hit takes no slot; one that waits for a slot can be stopped.
 - A slot is a lease of a minute that a thread renews: what a killed run held is free a minute later.
-- A server that is away stops no stage: it runs without its slot, and the log says so. (Which GPU a stage gets is decided
-  on its host, so that two stages never share one.)
+- A server that is away stops no stage: it runs without its slot, and the log says so.
 """
 
 from __future__ import annotations

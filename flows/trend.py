@@ -28,7 +28,7 @@ def trend_metric(nights: Sequence[Night], rules: Sequence[str] = ()) -> str | No
 
 
 def plot_trend(nights: Sequence[Night], metric: str, ref: str) -> bytes:
-    """A PNG of a metric over the nights that measured it: each candidate by what became of it, and production's line."""
+    """A PNG of a metric over the nights that measured it: each candidate by what became of it, and the reference."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

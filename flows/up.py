@@ -71,7 +71,7 @@ class Child:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self.log_path.is_file() and self.log_path.stat().st_size > LOG_BYTES:
             self.log_path.replace(self.log_path.with_suffix(".log.1"))
-        self._log = self._log or open(self.log_path, "ab")
+        self._log = self._log or open(self.log_path, "ab")  # noqa: SIM115 (as long as the child)
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,

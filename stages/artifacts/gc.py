@@ -3,8 +3,8 @@
 The model: mark, then sweep. Marked are, with everything that they were made from: what refs name and named in their
 last moves; the models of their last nights; what results gave that are younger than the retention time; what recent
 runs used; what stages read that compute now (the inputs in their leases); and every artifact whose manifest is younger
-than the grace period. All else is garbage: results, then manifests, then blobs, saved progress of finished keys, old runs with their logs, free
-leases, and what killed writers left.
+than the grace period. All else is garbage: results, then manifests, then blobs, saved progress of finished keys, old
+runs with their logs, free leases, and what killed writers left.
 
 Invariants:
 - Nothing younger than the grace period is removed, so what a run has just put, and not yet named, stays.
@@ -15,7 +15,8 @@ Invariants:
   marks.
 - What points goes before what it points to: killed at any moment, no artifact is visible in part.
 - A result, its progress and its lease are removed under the lease on the key: never while a stage computes it.
-- A ref, night, result, run, lease or marked manifest that cannot be read stops everything: what it names cannot be known.
+- A ref, night, result, run, lease or marked manifest that cannot be read stops everything: what it names cannot be
+  known.
 """
 
 from __future__ import annotations

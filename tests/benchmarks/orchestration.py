@@ -1,8 +1,8 @@
 """What orchestration costs: `python -m tests.benchmarks.orchestration [--quick]`.
 
-An all-cached run of the quickstart's shape in a flow against a server that is there already; the time that a step's task
-takes beyond a bare Prefect task that does nothing, the two taking turns; and the memory of a flow's process, which must
-not hold torch. The store holds results of toy stages, so that what is measured is orchestration alone.
+An all-cached run of as many steps as the quickstart has, in a flow against a server that is there already; the time
+that a step's task takes beyond a bare Prefect task that does nothing, the two taking turns; and the memory of a flow's
+process, which must not hold torch. The store holds results of toy stages, so that what is measured is orchestration.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from uuid import UUID
 
 import pytest
@@ -58,7 +59,9 @@ def test_a_cancelled_run_saves_ends_and_a_retry_goes_on_from_there(installed: In
 
 
 def test_cancel_reaches_a_stage_that_is_saving_or_does_not_listen(installed: Installed) -> None:
-    flow_run = start(installed, "better.rate=0.42", "better.max_steps=200", "better.pause=0.1", "better.ignore_stop=true")
+    flow_run = start(
+        installed, "better.rate=0.42", "better.max_steps=200", "better.pause=0.1", "better.ignore_stop=true"
+    )
     cancel(installed, flow_run)
     run = installed.ended(flow_run)
     assert run.state is not None
@@ -166,10 +169,12 @@ def test_stages_share_the_slots_of_the_installation(installed: Installed) -> Non
             if item.run in names
         )
         assert len(rows) == 6
-        for (_, ended), (begun, _) in zip(rows, rows[1:], strict=False):
+        for (_, ended), (begun, _) in pairwise(rows):
             assert ended <= begun, "two stages ran at once"
         with installed.client() as client:
-            until(lambda: client.read_global_concurrency_limit_by_name("headrace-steps").active_slots == 0, 120, "slots")
+            until(
+                lambda: client.read_global_concurrency_limit_by_name("headrace-steps").active_slots == 0, 120, "slots"
+            )
     finally:
         with installed.client() as client:
             client.update_global_concurrency_limit("headrace-steps", GlobalConcurrencyLimitUpdate(active=False))

@@ -1,4 +1,4 @@
-"""What a run survives, each produced for real: the server, the flow, the worker or everything killed, frozen, locked."""
+"""What a run survives, each produced for real: server, flow, worker or all of it killed, frozen or locked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages as a person uses them, in a headless Chromium: the form by clicks, a running pipeline, a finished one, Cancel.
+"""The pages as a person uses them, in a headless Chromium: the form by clicks, a running and a finished run, Cancel.
 
 With HEADRACE_SCREENSHOTS set to a folder, the pages are photographed into it (`docs/images` shows them).
 """

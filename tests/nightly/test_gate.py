@@ -41,7 +41,9 @@ def test_a_first_model_passes_a_comparison_with_production_and_a_missing_figure_
     assert verdict(candidate=figures, production=None) == (True, "no rule was set: every model passes")
 
 
-@pytest.mark.parametrize("text", ["", "exact_match", "exact_match = 1", "0.5 > exact_match", "a > production * 2", "a > b"])
+@pytest.mark.parametrize(
+    "text", ["", "exact_match", "exact_match = 1", "0.5 > exact_match", "a > production * 2", "a > b"]
+)
 def test_what_is_no_rule_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a rule: write METRIC >= NUMBER"):
         parse_rule(text)
@@ -63,7 +65,10 @@ def test_dates_of_a_backfill_are_dates_and_ranges() -> None:
         ("nightly:\n  production: {recipe: quickstart, cron: often}", "'often' is not a schedule in cron's form"),
         ("nightly:\n  production: {recipe: quickstart, timezone: Mars/Base}", "there is no time zone 'Mars/Base'"),
         ("nightly:\n  production: {recipe: quickstart, gate: [better]}", "'better' is not a rule"),
-        ("nightly:\n  production: {recipe: quickstart, warm_start: grop.model}", "name a step's input. Here: base.model"),
+        (
+            "nightly:\n  production: {recipe: quickstart, warm_start: grop.model}",
+            "name a step's input. Here: base.model",
+        ),
         ("nightly:\n  production: {recipe: quickstart, model: grop}", "no such step. Did you mean grpo?"),
         ("nightly:\n  'a b': {recipe: quickstart}", "is not a name for a reference"),
         ("recipes: [none.yaml]", "none.yaml: no such file."),

@@ -1,4 +1,4 @@
-"""Three nights and a backfill on real text that grows (tiny Shakespeare in slices), with real training, in fast motion."""
+"""Nights and a backfill on real text that grows (tiny Shakespeare in slices), with real training, in fast motion."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def add(folder: Path, number: int, name: str = "") -> None:
 
 def night(folder: Path, **parameters: Any) -> Any:
     defaults = {"warm_start": "base.model", "gate": ["bits_per_byte < production"], "overrides": []}
-    return nightly(str(folder / "plays.yaml"), store=str(folder / "store"), return_state=True, **(defaults | parameters))
+    return nightly(
+        str(folder / "plays.yaml"), store=str(folder / "store"), return_state=True, **(defaults | parameters)
+    )
 
 
 def pages(flow_run_id: Any) -> dict[str, Any]:
