@@ -76,7 +76,7 @@ def test_gpus_are_lent_to_one_process_at_a_time_and_free_when_it_is_killed(tmp_p
     names = [f"{tmp_path.name}-{number}" for number in range(2)]  # GPUs that no other test lends
     script = (
         "import sys; from flows.runners.gpus import GpuPool; "
-        f"print(GpuPool({names!r}).take(1, 'a'), flush=True); sys.stdin.read()"
+        f"pool = GpuPool({names!r}); print(pool.take(1, 'a'), flush=True); sys.stdin.read()"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
