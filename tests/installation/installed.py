@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import Artifact, FlowRun, TaskRun
 from stages.artifacts import open_store, read_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-START = 400  # seconds for what takes half a minute on an idle machine
+START = 700  # seconds for what takes half a minute on an idle machine
 RUN = 400
 
 
