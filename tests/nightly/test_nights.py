@@ -66,7 +66,7 @@ steps:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=300):
+    with prefect_test_harness(server_startup_timeout=600):
         yield
 
 
