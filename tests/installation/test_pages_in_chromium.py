@@ -52,7 +52,7 @@ RENAME = """([from, to]) => {
 
 def photograph(page: Any, installed: Installed, name: str) -> None:
     if folder := os.environ.get("HEADRACE_SCREENSHOTS"):
-        page.wait_for_timeout(2000)
+        page.wait_for_timeout(15_000)  # the graph of tasks is drawn slowly
         page.evaluate(RENAME, [str(installed.folder), "/srv/headrace"])
         page.screenshot(path=str(Path(folder) / f"{name}.png"))
 
@@ -127,7 +127,8 @@ def test_a_running_pipeline_is_cancelled_from_its_page_and_a_finished_one_shows_
     until(lambda: installed.running_step(installed.read(flow_run).name, "better"), 300, "better runs")
     until(lambda: "toy-better-progress" in installed.pages(flow_run), 120, "progress")
     page.goto(f"{pages}/v2/runs/flow-run/{flow_run}")
-    page.get_by_role("tab", name="Logs").wait_for()
+    page.get_by_role("tab", name="Artifacts").click()
+    page.get_by_text("toy-better-progress").first.wait_for()
     photograph(page, installed, "prefect-running")
     page.get_by_role("button", name="Actions menu", exact=False).or_(
         page.locator("button:has(svg.lucide-ellipsis-vertical)")
