@@ -22,6 +22,7 @@ import httpx
 from prefect import get_client, get_run_logger
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.recipe_model import Step
 from flows.runners.base import RunnerError
@@ -68,7 +69,8 @@ class Slots:
 
     def _needed(self, step: Step) -> list[tuple[str, int]]:
         wanted = {STEPS: 1} | ({gpu_limit_name(): step.resources.gpus} if step.resources.gpus else {})
-        with get_client(sync_client=True) as client:
+        # Asked once: a server that is away must not hold up a step for as long as Prefect would go on trying.
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
             limits = {
                 limit.name: limit.limit
                 for limit in client.read_global_concurrency_limits(limit=200)
