@@ -129,9 +129,12 @@ def run_page(
     if report:
         lines += ["", "**How good**", "", *_table(report)]
     if last is not None:
-        link = browser_link(f"`{last.artifact}`", "artifact", last.artifact)
+        short = (
+            f"sha256:{figures.short(last.artifact)}"  # a whole one is wider than the page; the table of metrics has it
+        )
+        link = browser_link(f"`{short}`", "artifact", last.artifact)
         lines += ["", f"**The model** is {_plain(last.step)}: {link} in store `{store}`", ""]
-        lines += ["```", f"headrace pull {last.artifact} my-model --store {store}", "```"]
+        lines += ["```", f"headrace pull {short} my-model --store {store}", "```"]
     return "\n".join(lines)
 
 

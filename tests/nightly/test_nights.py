@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -134,7 +135,10 @@ def test_three_nights_promote_find_nothing_and_improve_or_are_refused(folder: Pa
 
     found = pages(fourth.state_details.flow_run_id)
     picture = str(found["nightly-production-trend"].data)
-    assert Image.open(io.BytesIO(base64.b64decode(picture.partition(",")[2]))).size == (800, 320)
+    data = base64.b64decode(picture.partition(",")[2])
+    assert Image.open(io.BytesIO(data)).size == (800, 320)
+    if photographs := os.environ.get("HEADRACE_SCREENSHOTS"):  # docs/images shows it
+        (Path(photographs) / "nightly-trend.png").write_bytes(data)
     assert "corpus.data: 1 new of 3 files" in str(found["nightly-production-nights"].data)
     said = subprocess.run(
         [sys.executable, "-m", "flows.cli", "refs", "production", "--history", "--store", "store"],
