@@ -110,17 +110,19 @@ class ServerWatch:
         end = time.monotonic() + _SETTLE_SECONDS
         wanted = dict(tasks)
         while wanted:
-            try:
-                with get_client(sync_client=True) as client:
-                    for name, (task_run_id, state) in list(wanted.items()):
+            settled = time.monotonic() > end
+            for name, (task_run_id, state) in list(wanted.items()):
+                try:
+                    with get_client(sync_client=True) as client:
                         known = client.read_task_run(task_run_id).state
                         if known is not None and known.is_final():
                             wanted.pop(name)
-                        elif time.monotonic() > end:
+                        elif settled:
                             client.set_task_run_state(task_run_id, state, force=True)
                             wanted.pop(name)
-            except Exception as error:
-                if time.monotonic() > end:
-                    self._logger.warning("The server was away and could not be told how %s ended: %s", name, error)
-                    wanted.pop(name, None)
-            time.sleep(0.5 if wanted else 0)
+                except Exception as error:  # it never heard of the task, or is away again
+                    if settled:
+                        self._logger.warning("The server could not be told how %s ended: %s", name, error)
+                        wanted.pop(name)
+            if wanted:
+                time.sleep(0.5)
