@@ -126,7 +126,7 @@ def test_all_of_it_killed_at_once_is_there_again_and_the_run_goes_on(own: Instal
     document = own.document(f"{run.name}-2")
     assert document is not None
     assert "saved progress at step" in document["steps"]["better"]["reason"]
-    assert not processes_of(flow_run)
+    gone(flow_run)
 
 
 def test_stopping_saves_what_runs_and_the_next_start_goes_on(own: Installed) -> None:
