@@ -164,6 +164,11 @@ class Installed:
             )
         return {str(item.key): item for item in found}
 
+    def progress(self, flow_run: UUID, key: str) -> float:
+        """The percentage of a progress page; 0 before there is one."""
+        page = self.pages(flow_run).get(key)
+        return float(page.data) if page is not None else 0.0  # type: ignore[arg-type]
+
     def document(self, name: str) -> dict[str, Any] | None:
         """What the store knows of a run."""
         return read_run(open_store(self.folder / "store"), name)

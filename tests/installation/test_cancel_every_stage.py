@@ -44,7 +44,7 @@ def test_a_stage_that_is_cancelled_saves_and_leaves_nothing(mini: Installed, ste
     flow_run = mini.submit_recipe("mini.yaml", *STAGES[step], until=[step])
     until(lambda: mini.running_step(mini.read(flow_run).name, step), 300, f"{step} runs")
     if step in TRAINING:
-        until(lambda: f"mini-{step}-progress" in mini.pages(flow_run), 300, f"progress of {step}")
+        until(lambda: mini.progress(flow_run, f"mini-{step}-progress") > 0, 300, f"progress of {step}")
     begun = time.monotonic()
     with mini.client() as client:
         client.set_flow_run_state(flow_run, Cancelling())

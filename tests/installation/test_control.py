@@ -37,7 +37,7 @@ def start(installed: Installed, *overrides: str, step: str = "better") -> UUID:
 
 def test_a_cancelled_run_saves_ends_and_a_retry_goes_on_from_there(installed: Installed) -> None:
     flow_run = start(installed, "better.rate=0.41", *SLOW)
-    until(lambda: "toy-better-progress" in installed.pages(flow_run), 60, "progress")
+    until(lambda: installed.progress(flow_run, "toy-better-progress") > 0, 120, "progress")
     cancel(installed, flow_run)
     run = installed.ended(flow_run)
     assert run.state is not None
