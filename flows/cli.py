@@ -41,13 +41,20 @@ RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A built-in re
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="STEP.FIELD=VALUE", help="Change a setting or a parameter.")
 ]
-Until = Annotated[str | None, typer.Option("--until", metavar="STEP", help="Only this step and what it needs.")]
+Until = Annotated[
+    list[str] | None, typer.Option("--until", metavar="STEP", help="Only this step and what it needs; may be repeated.")
+]
 Force = Annotated[
     list[str] | None, typer.Option("--force", metavar="STEP", help="Run this step though its result is there.")
 ]
 AcceptCode = Annotated[
     list[str] | None,
     typer.Option("--accept-code", metavar="STEP", help="Keep this step's result though its code has changed."),
+]
+
+Settings = Annotated[
+    Path | None,
+    typer.Argument(metavar="[SETTINGS]", help="A YAML file; headrace.yaml in this folder, where there is one."),
 ]
 
 
@@ -71,7 +78,14 @@ def run(
     from flows import running
 
     request = running.Request(
-        recipe, tuple(set_ or ()), store, runner, until, tuple(force or ()), tuple(accept_code or ()), workers
+        recipe,
+        tuple(set_ or ()),
+        store,
+        runner,
+        tuple(until or ()),
+        tuple(force or ()),
+        tuple(accept_code or ()),
+        workers,
     )
     if dry_run:
         raise typer.Exit(running.show_plan(request, as_json=json_))
@@ -92,7 +106,7 @@ def plan(
     from flows import running
 
     request = running.Request(
-        recipe, tuple(set_ or ()), store, "process", until, tuple(force or ()), tuple(accept_code or ())
+        recipe, tuple(set_ or ()), store, "process", tuple(until or ()), tuple(force or ()), tuple(accept_code or ())
     )
     raise typer.Exit(running.show_plan(request, as_json=json_))
 
@@ -310,6 +324,27 @@ def browse(
     from flows.lineage.browser import serve
 
     serve.browse(store, serve.address_of(host, port, root_path, allow_host or []), open_browser=open_)
+
+
+@app.command()
+def up(
+    settings: Settings = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Of the Prefect server.")] = 4200,
+    browser_port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Of the lineage browser.")] = 4280,
+    runs: Annotated[int, typer.Option(min=1, metavar="N", help="Flow runs at once.")] = 2,
+) -> None:
+    """Start a Prefect server with its pages, the deployments, a worker and the lineage browser; Ctrl-C stops them."""
+    from flows import up as verb
+
+    raise typer.Exit(verb.up(settings, port=port, browser_port=browser_port, runs=runs))
+
+
+@app.command()
+def deploy(settings: Settings = None, json_: Json = False) -> None:
+    """Bring the configured Prefect server's deployments, limits and automations to what the settings say."""
+    from flows import deploy_verb
+
+    raise typer.Exit(deploy_verb.deploy(settings, as_json=json_))
 
 
 @app.command()

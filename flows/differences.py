@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -154,6 +155,12 @@ def _code(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def environment_here() -> dict[str, str]:
     """The versions, here, of Python and of the libraries whose version can change the bytes that a stage makes."""
+    return dict(_installed())
+
+
+@cache
+def _installed() -> dict[str, str]:
+    """Read once a process: it takes 20 ms, and every step of a run asks."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -169,13 +170,22 @@ def _await_interruptible(execution: Execution, running: dict[Future[StepResult],
 class Execution:
     """The state of one run, for several threads: `begin`, `run_step` for each step after those it needs, `finish`.
 
-    Args: as `execute`.
+    Args: as `execute`, and
+        slots: the block in which a stage of a step may run, entered once a step is known to be no hit; it may wait.
     """
 
     def __init__(
-        self, plan: Plan, *, runner: Runner, run_id: str, listener: Listener | None = None, grace: float = GRACE
+        self,
+        plan: Plan,
+        *,
+        runner: Runner,
+        run_id: str,
+        listener: Listener | None = None,
+        grace: float = GRACE,
+        slots: Callable[[Step], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.plan, self.runner, self.run_id = plan, runner, run_id
+        self._slots = slots or nullcontext
         self.results: dict[str, StepResult] = {}
         self._listener = listener
         self._grace = grace
@@ -277,7 +287,8 @@ class Execution:
             planned = planner.decide(step, dict(inputs), {}, strict=False)
             if planned.status == "hit":
                 return self._take_hit(step, planned, planner)
-            return self._attempts(step, planned, inputs, planner)
+            with self._slots(step):
+                return self._attempts(step, planned, inputs, planner)
 
     def _inputs(self, step: Step) -> dict[str, str]:
         """Input name -> digest, all of them in the store."""

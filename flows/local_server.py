@@ -5,7 +5,8 @@ before the stopped run can say so, and it outlives a killed run. This one has a 
 standard input: when the run is gone, however it went, the pipe closes and the server ends.
 
 Invariants:
-- An API that is set (`PREFECT_API_URL`, or a Prefect profile with one) is used as it is; nothing is started.
+- An API that is set (`PREFECT_API_URL`, or a Prefect profile with one) is used as it is; nothing is started. Else the
+  server of a running `headrace up` is used.
 - The server listens on 127.0.0.1 only, serves no pages, and sends no analytics.
 """
 
@@ -22,7 +23,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+from flows import installation
 
 STARTUP_SECONDS = 120  # a cold start takes 20 to 28 s on a small machine; Prefect's own limit of 20 s fails there
 STOP_SECONDS = 10
@@ -52,14 +56,18 @@ def configured_api() -> str | None:
     return get_current_settings().api.url
 
 
-def start_server() -> LocalServer | None:
-    """Begin to start a server unless an API is configured; `serving` waits for it. Returns at once.
+def start_server() -> LocalServer | LastingServer | None:
+    """Begin to start a server unless an API is configured or `headrace up` runs. Returns at once; `serving` waits.
 
     Raises:
         NoServer: an API is configured, and nothing answers there.
     """
     quiet_prefect()
     url = configured_api()
+    if url is None and (up := installation.running()) is not None:
+        if up.browser:
+            os.environ.setdefault("HEADRACE_BROWSER_URL", up.browser)
+        return LastingServer(up.api, up.pages)
     if url is None:
         return LocalServer()
     try:
@@ -74,19 +82,33 @@ def start_server() -> LocalServer | None:
     return None
 
 
+@dataclass(frozen=True)
+class LastingServer:
+    """The server of a `headrace up` that runs: there already, and not ours to end."""
+
+    url: str
+    pages: str
+
+    def wait(self) -> None:
+        """It is there."""
+
+    def stop(self) -> None:
+        """It stays."""
+
+
 class LocalServer:
     """A Prefect server in a process of its own, gone when this process is."""
 
     def __init__(self) -> None:
-        self.port = _free_port()
+        self.port = check_port(0)
         self.url = f"http://127.0.0.1:{self.port}/api"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "flows.local_server", str(self.port)],
+            server_command(self.port, pages=False),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": _with_this_package(os.environ.get("PYTHONPATH"))},
+            env={**os.environ, "PYTHONPATH": with_this_package(os.environ.get("PYTHONPATH"))},
         )
         self._said: list[str] = []
         threading.Thread(target=self._read, name="prefect-server-output", daemon=True).start()
@@ -132,7 +154,7 @@ class LocalServer:
 
 
 @contextmanager
-def serving(server: LocalServer | None) -> Iterator[None]:
+def serving(server: LocalServer | LastingServer | None) -> Iterator[None]:
     """Wait for `server`, point Prefect at it for the time of the block, and end it. None: the configured API stands.
 
     Raises:
@@ -154,14 +176,14 @@ def serving(server: LocalServer | None) -> Iterator[None]:
         server.stop()
 
 
-def run_link(flow_run_id: str) -> str | None:
-    """The page of a flow run on the configured server; None where no pages are known.
+def run_link(flow_run_id: str, server: LastingServer | None = None) -> str | None:
+    """The page of a flow run on `server`, or the configured one; None where no pages are known.
 
     The link starts at /v2/: a bare deep link opens the older pages in a new browser, which do not draw Mermaid.
     """
     from prefect.settings import get_current_settings
 
-    pages = get_current_settings().ui_url
+    pages = server.pages if server is not None else get_current_settings().ui_url
     return f"{str(pages).rstrip('/').removesuffix('/v2')}/v2/runs/flow-run/{flow_run_id}" if pages else None
 
 
@@ -174,14 +196,28 @@ def _send_what_is_queued() -> None:
     APILogHandler().flush()
 
 
-def _free_port() -> int:
+def check_port(port: int) -> int:
+    """The port, if it is free on 127.0.0.1; a free one for 0.
+
+    Raises:
+        NoServer: something listens there.
+    """
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise NoServer(f"port {port} cannot be used ({error.strerror}); name another with --port.") from None
         return int(probe.getsockname()[1])
 
 
-def _with_this_package(python_path: str | None) -> str:
-    """PYTHONPATH by which the child finds this very package, wherever the command was called from."""
+def server_command(port: int, *, pages: bool = True) -> list[str]:
+    """What starts a server on 127.0.0.1, with its pages and services or, for one run, without."""
+    return [sys.executable, "-m", "flows.local_server", str(port), *(["--pages"] if pages else [])]
+
+
+def with_this_package(python_path: str | None) -> str:
+    """PYTHONPATH by which a child finds this very package, wherever the command was called from."""
     return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent.parent), python_path]))
 
 
@@ -191,10 +227,11 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def main(port: int) -> None:
+def main(port: int, pages: bool) -> None:
     """Serve until told to end or until standard input closes."""
-    os.environ["PREFECT_UI_ENABLED"] = "0"
-    os.environ["PREFECT__SERVER_EPHEMERAL"] = "1"
+    os.environ["PREFECT_SERVER_UI_ENABLED"] = "1" if pages else "0"
+    if not pages:
+        os.environ["PREFECT__SERVER_EPHEMERAL"] = "1"
     os.environ["PREFECT__SERVER_FINAL"] = "1"
     import uvicorn
 
@@ -211,4 +248,4 @@ def main(port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "--pages" in sys.argv[2:])

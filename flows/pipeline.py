@@ -8,6 +8,9 @@ Invariants:
 - States tell the truth: Cached, Completed, Failed, Stopped (of type Cancelled: saved, to be gone on from), Skipped (of
   type Cancelled: a step that it needs did not end well). The flow run is Completed only if every step is.
 - A page that cannot be made never fails a run; the flow's log says why.
+- A server that is away stops nothing: stages go on, the end of the run waits for it (`flows.server_watch`), and what it
+  missed is told to it then.
+- Stages with GPUs, and all stages where the installation limits them, hold slots while they run (`flows.slots`).
 """
 
 from __future__ import annotations
@@ -15,17 +18,15 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
-from uuid import UUID
 
-import httpx
-from prefect import flow, get_client, get_run_logger, task
+from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.futures import PrefectFuture
-from prefect.runtime import flow_run
+from prefect.runtime import flow_run, task_run
 from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.annotations import allow_failure
@@ -34,15 +35,18 @@ from pydantic import Field
 from flows import figures
 from flows.execute import Execution, Listener, RunResult, StepResult
 from flows.names import free_run_name
-from flows.pages import StepRow, publish_pages
+from flows.pages import PageMaker, StepRow
 from flows.plan import Plan, PlannedStep, make_plan
+from flows.progress import ProgressPages
 from flows.recipe import load_recipe
 from flows.runners.base import Runner
 from flows.runners.choice import make_runner
+from flows.server_watch import ServerWatch
 from flows.signals import stopping
+from flows.slots import Slots
 from flows.summary import Made
 
-POLL_SECONDS = 5.0  # between two looks at whether the run was cancelled in Prefect
+POLL_SECONDS = 5.0  # between two looks at the run's state in Prefect
 WORKERS = 2
 _NOT_CANCELLED = ("cached", "done", "failed")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -94,6 +98,37 @@ def run_in_prefect(session: Session, parameters: dict[str, Any]) -> State[Any]:
         return named(**parameters, return_state=True)
 
 
+# The fields of the form in which a person starts a run: shared by every flow that runs a recipe.
+RecipeField = Annotated[
+    str, Field(title="Recipe", description="A recipe of this installation, or the path of a YAML file.")
+]
+UntilField = Annotated[
+    list[str],
+    Field(title="Only up to", description="These steps and what they need; every step when none is chosen."),
+]
+ForceField = Annotated[
+    list[str], Field(title="Run again", description="Steps to compute though their results are in the store.")
+]
+AcceptField = Annotated[
+    list[str],
+    Field(title="Keep in spite of changed code", description="Steps whose newest result is kept though code changed."),
+]
+OverridesField = Annotated[
+    list[str],
+    Field(
+        title="Changed settings",
+        description="One a line: step.field=value or parameter=value, such as dpo.beta=0.2. The value is YAML.",
+    ),
+]
+WorkersField = Annotated[int, Field(title="Steps at once", description="How many steps may run at once.", ge=1, le=64)]
+RunnerField = Annotated[
+    Literal["process"], Field(title="Runner", description="Where stages run: as processes of the worker's machine.")
+]
+StoreField = Annotated[
+    str, Field(title="Store", description="The artifact store: a folder of the worker, or s3://bucket/prefix.")
+]
+
+
 @flow(
     name="headrace",
     task_runner=ThreadPoolTaskRunner(),  # type: ignore[arg-type]
@@ -102,51 +137,75 @@ def run_in_prefect(session: Session, parameters: dict[str, Any]) -> State[Any]:
     log_prints=False,
 )
 def pipeline(
-    recipe: str = "quickstart",
-    overrides: Annotated[list[str], Field(description="Changed settings, such as dpo.beta=0.2")] = [],  # noqa: B006
-    store: str = ".headrace",
-    runner: Literal["process", "docker", "workpool"] = "process",
-    until: str | None = None,
-    force: Annotated[list[str], Field(description="Steps to run though their results are there")] = [],  # noqa: B006
-    accept_code: Annotated[list[str], Field(description="Steps to keep though their code has changed")] = [],  # noqa: B006
+    recipe: RecipeField = "quickstart",
+    until: UntilField = [],  # noqa: B006
+    force: ForceField = [],  # noqa: B006
+    overrides: OverridesField = [],  # noqa: B006
+    workers: WorkersField = WORKERS,
+    runner: RunnerField = "process",
+    store: StoreField = ".headrace",
+    accept_code: AcceptField = [],  # noqa: B006
 ) -> State[Any]:
-    """Train and align a model by a recipe, computing only what is not in the store yet.
+    """Train and align a model by a recipe, computing only what is not in the store yet."""
+    session = _session.get() or new_session(
+        recipe, overrides, store, until=until, force=force, accept_code=accept_code, workers=workers
+    )
+    return _final_state(carry_out(session, make_runner(runner)))
 
-    Args:
-        recipe: a built-in recipe, such as quickstart, or the path of a YAML file.
-        overrides: changed settings, each step.field=value or parameter=value.
-        store: folder or URL of the artifact store.
-        runner: where stages run.
-        until: the last step wanted; empty for all.
-        force: steps to run though their results are there.
-        accept_code: steps to keep though their code has changed.
+
+def new_session(
+    recipe: str,
+    overrides: list[str],
+    store: str,
+    *,
+    until: list[str] | None = None,
+    force: list[str] | None = None,
+    accept_code: list[str] | None = None,
+    workers: int = WORKERS,
+) -> Session:
+    """The session of a flow run that a worker has started: its plan, and the flow run's name for its run.
+
+    Raises:
+        RecipeError: anything that was asked for is wrong; the message is that of the command.
     """
-    session = _session.get()
-    if session is None:
-        plan = make_plan(load_recipe(recipe, overrides), store, force=force, until=until, accept_code=accept_code)
-        session = Session(plan, free_run_name(plan.store, str(flow_run.get_name() or "run")))
-    return _run(session, make_runner(runner))
+    plan = make_plan(
+        load_recipe(recipe, overrides), store, force=force or [], until=until or [], accept_code=accept_code or []
+    )
+    return Session(plan, free_run_name(plan.store, str(flow_run.get_name() or "run")), workers=workers)
 
 
-def _run(session: Session, runner: Runner) -> State[Any]:
-    """The body of the flow: every step as a task, then the pages."""
-    tasks = _TaskLogs(session.listener)
-    execution = Execution(session.plan, runner=runner, run_id=session.run_id, listener=tasks.hear)
+def carry_out(session: Session, runner: Runner) -> RunResult:
+    """Run a session's plan within the current flow run: every step as a task, then the pages.
+
+    However it ends, `session.result` says how each step did.
+    """
+    events = _Events(session.listener)
+    slots = Slots()
+    execution = Execution(session.plan, runner=runner, run_id=session.run_id, listener=events.hear, slots=slots.hold)
+    slots.execution = execution
+    watch = ServerWatch(on_cancel=execution.stop, every=POLL_SECONDS)
     try:
         execution.begin()
-        with stopping(execution, session.on_signal) if session.on_signal else nullcontext():
-            _run_steps(session, execution, tasks)
+        with ExitStack() as stack:
+            if session.on_signal:
+                stack.enter_context(stopping(execution, session.on_signal))
+            stack.enter_context(watch)
+            events.pages = stack.enter_context(ProgressPages(session.plan.recipe.name))
+            futures = _run_steps(session, execution, events)
             result = session.result = execution.finish()
+            watch.wait_until_back()
+            if watch.was_away:
+                watch.mend_tasks({name: (future.task_run_id, future.state) for name, future in futures.items()})
             if result.state != "stopped":
                 _make_pages(session.plan, result, get_run_logger())
-        return _final_state(result)
+        return result
     finally:
         runner.close()
         if session.result is None:
             session.result = execution.finish()
 
 
-def _run_steps(session: Session, execution: Execution, tasks: _TaskLogs) -> None:
+def _run_steps(session: Session, execution: Execution, events: _Events) -> dict[str, PrefectFuture[Any]]:
     """Run every step in a task of its own, `session.workers` at once, each after those it needs.
 
     Whatever is raised here (by Prefect's runner, which cancels with SIGTERM; by a defect) stops the run, and is raised
@@ -161,16 +220,10 @@ def _run_steps(session: Session, execution: Execution, tasks: _TaskLogs) -> None
         try:
             for name in [name for name in waiting if execution.ready(name)][: session.workers - len(running)]:
                 waiting.remove(name)
-                futures[name] = _submit(session.plan[name], execution, tasks, futures)
+                futures[name] = _submit(session.plan[name], execution, events, futures)
                 running.add(name)
                 futures[name].add_done_callback(lambda _, name=name: ended.put(name))  # type: ignore[misc]
-            try:
-                name = ended.get(timeout=POLL_SECONDS)
-            except queue.Empty:
-                if not execution.stopping and _is_cancelled():
-                    get_run_logger().warning("The run was cancelled: its stages save and stop.")
-                    execution.stop()
-                continue
+            name = ended.get()
             running.remove(name)
             if name not in execution.results:  # `run_step` gives a result for every failure: this is a defect
                 futures[name].result()
@@ -179,16 +232,17 @@ def _run_steps(session: Session, execution: Execution, tasks: _TaskLogs) -> None
             raised, waiting = raised or error, []
     if raised is not None:
         raise raised
+    return futures
 
 
 def _submit(
-    planned: PlannedStep, execution: Execution, tasks: _TaskLogs, futures: dict[str, PrefectFuture[Any]]
+    planned: PlannedStep, execution: Execution, events: _Events, futures: dict[str, PrefectFuture[Any]]
 ) -> PrefectFuture[Any]:
     """Start the task of a step whose needs have all ended. What it took from others are its edges in Prefect."""
 
     @task(name=planned.stage, task_run_name=planned.step, cache_policy=NO_CACHE, persist_result=False, retries=0)
     def stage_step(step: str) -> State[Any]:
-        tasks.add(step, get_run_logger())
+        events.add(step, get_run_logger(), execution.run_id)
         return _task_state(execution.run_step(step))
 
     # Prefect does not start a task after one that was cancelled, and this one must be told as skipped or stopped.
@@ -200,29 +254,25 @@ def _submit(
     return future
 
 
-def _is_cancelled() -> bool:
-    """Whether somebody has cancelled this flow run in Prefect."""
-    try:
-        with get_client(sync_client=True) as client:
-            state = client.read_flow_run(UUID(str(flow_run.get_id()))).state
-    except httpx.HTTPError:  # the server is away; the stages are not
-        return False
-    return state is not None and (state.is_cancelling() or state.is_cancelled())
-
-
-class _TaskLogs:
-    """Hears every event: passes it on, and writes what is worth it to the log of the step's task run."""
+class _Events:
+    """Hears every event: passes it on, and writes what is worth it to the log and the progress of its step's task."""
 
     def __init__(self, listener: Listener | None) -> None:
+        self.pages: ProgressPages | None = None
         self._listener = listener
         self._loggers: dict[str, Any] = {}
 
-    def add(self, step: str, logger: Any) -> None:
+    def add(self, step: str, logger: Any, run_id: str) -> None:
         self._loggers[step] = logger
+        if self.pages is not None:
+            self.pages.begin(step, task_run.get_id())
+        logger.info("The whole log is in the store: headrace logs %s %s", run_id, step)
 
     def hear(self, event: dict[str, Any]) -> None:
         if self._listener is not None:
             self._listener(event)
+        if self.pages is not None:
+            self.pages.hear(event)
         logger = self._loggers.get(str(event.get("step")))
         if logger is None:
             return
@@ -276,11 +326,20 @@ def made_by(plan: Plan, result: RunResult) -> list[Made]:
 
 def _make_pages(plan: Plan, result: RunResult, logger: Any) -> None:
     rows = [
-        StepRow(planned.step, planned.stage, step.status, step.artifact, step.seconds, step.metrics, step.message)
+        StepRow(
+            planned.step,
+            planned.stage,
+            step.status,
+            step.artifact,
+            step.seconds,
+            step.metrics,
+            step.message,
+            step.reason,
+        )
         for planned in plan.steps
         for step in [result.steps[planned.step]]
     ]
     try:
-        publish_pages(plan.store, plan.recipe.name, rows, made_by(plan, result))
+        PageMaker(plan.store, plan.recipe.name, result.run).publish(rows, made_by(plan, result))
     except Exception:
         logger.warning("The pages of this run could not all be made", exc_info=True)

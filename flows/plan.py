@@ -96,7 +96,7 @@ class Plan:
     steps: list[PlannedStep]
     force: frozenset[str] = frozenset()
     accept_code: frozenset[str] = frozenset()
-    until: str | None = None
+    until: tuple[str, ...] = ()
     sources: dict[tuple[str, str], Source] = field(default_factory=dict)
     hashes: HashCache | None = None
 
@@ -273,14 +273,14 @@ def make_plan(
     store: Store | str | Path,
     *,
     force: Sequence[str] = (),
-    until: str | None = None,
+    until: Sequence[str] = (),
     accept_code: Sequence[str] = (),
 ) -> Plan:
     """Say what a run would do.
 
     Args:
         force: steps to run though their results are there.
-        until: the last step wanted; it and what it needs are planned.
+        until: the last steps wanted; these and what they need are planned. All steps when empty.
         accept_code: steps for which a change of code is declared harmless: the nearest result that differs in its code
             only is kept.
 
@@ -295,14 +295,17 @@ def make_plan(
         raise RecipeError(f"{str(error).rstrip('.')}.") from error
 
 
-def _make_plan(recipe: Recipe, store: Store, force: Sequence[str], until: str | None, accept: Sequence[str]) -> Plan:
+def _make_plan(recipe: Recipe, store: Store, force: Sequence[str], until: Sequence[str], accept: Sequence[str]) -> Plan:
     _refuse_secrets(recipe)
     order = recipe.order(until)
     for argument, names in (("--force", force), ("--accept-code", accept)):
         for name in names:
             recipe.check_step(name, argument)
             if name not in order:
-                raise RecipeError(f"{argument} {name}: is not among the steps that {until} needs ({', '.join(order)}).")
+                needing = " and ".join(until)
+                raise RecipeError(
+                    f"{argument} {name}: is not among the steps that {needing} needs ({', '.join(order)})."
+                )
     if both := sorted(set(force) & set(accept)):
         raise RecipeError(f"--force {both[0]} and --accept-code {both[0]}: choose one; to force is to run it anew.")
     hashes = HashCache(cache_path(store))
@@ -319,7 +322,9 @@ def _make_plan(recipe: Recipe, store: Store, force: Sequence[str], until: str | 
             if digest is None:
                 waiting[ref.name] = ref.target if ref.source == "step" else ""
         planned[name] = planner.decide(step, inputs, waiting)
-    return Plan(recipe, store, list(planned.values()), planner.force, planner.accept_code, until, sources, hashes)
+    return Plan(
+        recipe, store, list(planned.values()), planner.force, planner.accept_code, tuple(until), sources, hashes
+    )
 
 
 def _refuse_secrets(recipe: Recipe) -> None:

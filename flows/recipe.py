@@ -30,7 +30,7 @@ from flows.runners.memory import parse_size
 from stages.artifacts import canonical_json
 from stages.contract import Resources, StageConfig, config_class
 
-__all__ = ["Header", "InputRef", "Recipe", "RecipeError", "Step", "load_recipe"]
+__all__ = ["Header", "InputRef", "Recipe", "RecipeError", "Step", "declared_parameters", "find_recipe", "load_recipe"]
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,99}")  # it becomes the name of a log file
 _SPECIAL = ("stage", "inputs", "resources")
@@ -65,7 +65,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: anything is wrong with the file or an override; one line for each mistake.
     """
-    path = _find(str(name_or_path))
+    path = find_recipe(str(name_or_path))
     shown = path.name if path.parent == BUILT_IN else str(name_or_path)
     try:
         text = path.read_text("utf-8")
@@ -80,7 +80,27 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     return _Reader(shown, path, text, document).read(overrides)
 
 
-def _find(name: str) -> Path:
+def declared_parameters(name_or_path: str) -> dict[str, Any]:
+    """The parameters of a recipe with their values, before its steps are looked at; {} where it cannot be read, which
+    `load_recipe` then says.
+
+    Raises:
+        RecipeError: there is no such recipe.
+    """
+    try:
+        document = parse(find_recipe(name_or_path).read_text("utf-8")).value
+    except (OSError, UnicodeDecodeError, YamlError):
+        return {}
+    parameters = document.get("parameters") if isinstance(document, dict) else None
+    return parameters if isinstance(parameters, dict) else {}
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe: of a built-in one by its name, of any other by its path.
+
+    Raises:
+        RecipeError: there is none.
+    """
     if not re.search(r"[/\\]|\.ya?ml$", name):
         path = BUILT_IN / f"{name}.yaml"
         if not path.is_file():

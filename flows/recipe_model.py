@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -92,16 +92,17 @@ class Recipe:
         """The folder that relative paths of the recipe start from."""
         return paths_start_from(self.path)
 
-    def order(self, until: str | None = None) -> list[str]:
-        """Step names so that each comes after those it waits for; with `until`, that step and what it needs only.
+    def order(self, until: Sequence[str] = ()) -> list[str]:
+        """Step names so that each comes after those it waits for; with `until`, these steps and what they need only.
 
         Raises:
-            RecipeError: there is no step `until`.
+            RecipeError: `until` names no step.
         """
         wanted = set(self.steps)
-        if until is not None:
-            self.check_step(until, "--until")
-            wanted, stack = set(), [until]
+        for name in until:
+            self.check_step(name, "--until")
+        if until:
+            wanted, stack = set(), list(until)
             while stack:
                 name = stack.pop()
                 if name not in wanted:

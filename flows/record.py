@@ -34,7 +34,7 @@ def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
         "recipe_text": recipe.text,
         "overrides": list(recipe.overrides),
         "parameters": recipe.parameters,
-        "until": plan.until,
+        "until": list(plan.until),
         "force": sorted(plan.force),
         "accept_code": sorted(plan.accept_code),
         "store": plan.store.url,

@@ -43,7 +43,7 @@ class Request:
     overrides: tuple[str, ...] = ()
     store: str = ".headrace"
     runner: str = "process"
-    until: str | None = None
+    until: tuple[str, ...] = ()
     force: tuple[str, ...] = ()
     accept_code: tuple[str, ...] = ()
     workers: int = 2
@@ -66,7 +66,8 @@ class Request:
             "overrides": list(self.overrides),
             "store": self.store,
             "runner": self.runner,
-            "until": self.until,
+            "workers": self.workers,
+            "until": list(self.until),
             "force": list(self.force),
             "accept_code": list(self.accept_code),
         }
@@ -171,10 +172,10 @@ def _run_alone(plan: Plan, run_id: str, display: Display, request: Request) -> R
 
 
 def _run_in_prefect(request: Request, plan: Plan, run_id: str, display: Display) -> RunResult:
-    from flows.local_server import run_link, serving, start_server
+    from flows.local_server import LocalServer, run_link, serving, start_server
 
     server = start_server()
-    if server is not None:
+    if isinstance(server, LocalServer):
         display.say("Starting a Prefect server for this run (10 to 30 s) …")
     with serving(server):
         from flows.pipeline import Session, run_in_prefect
@@ -184,7 +185,9 @@ def _run_in_prefect(request: Request, plan: Plan, run_id: str, display: Display)
         with display:
             state = run_in_prefect(session, request.parameters())
     details = state.state_details
-    link = run_link(str(details.flow_run_id)) if server is None and details.flow_run_id else None
+    link = None
+    if details.flow_run_id and not isinstance(server, LocalServer):
+        link = run_link(str(details.flow_run_id), server)
     if link:
         display.say(f"Prefect: {link}")
     if session.result is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import s3_server as server_module
 from stages.artifacts import Store, open_store
 
 BUCKET = "headrace-tests"
+os.environ["HEADRACE_HOME"] = tempfile.mkdtemp(prefix="headrace-test-home-")  # not that of a `headrace up` of the user
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,24 @@
-"""Which GPUs of this machine are free for a stage."""
+"""Which GPUs of this machine are free for a stage.
+
+Invariant: a GPU that one stage has is lent to no other stage of this user on this machine, whatever run or process that
+belongs to. Each GPU is a file that is locked while it is lent; the lock of a killed process is free at once.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import shutil
 import subprocess
+import tempfile
 import threading
+from pathlib import Path
+from typing import IO
 
 from flows.runners.base import RunnerError
+
+_POLL = 1.0  # seconds between two looks at GPUs that other processes have
 
 
 def visible_gpus() -> list[str]:
@@ -36,7 +47,7 @@ class GpuPool:
 
     def __init__(self, gpus: list[str] | None = None) -> None:
         self._all = gpus
-        self._taken: set[str] = set()
+        self._taken: dict[str, IO[bytes]] = {}  # with the file whose lock says so to other processes
         self._changed = threading.Condition()
 
     def take(self, count: int, step: str) -> list[str]:
@@ -55,16 +66,43 @@ class GpuPool:
                     f"step {step} asks for {count} GPU{'s' * (count > 1)} (resources.gpus), and this machine has "
                     f"{len(self._all) or 'none'}; set resources.gpus: 0 to train on the CPU"
                 )
-            self._changed.wait_for(lambda: len(self._free()) >= count)
-            taken = self._free()[:count]
-            self._taken.update(taken)
+            while len(taken := self._lock_free(count)) < count:
+                self._unlock(taken)
+                self._changed.wait(_POLL)  # those of other processes are given back unheard
             return taken
 
     def give_back(self, gpus: list[str]) -> None:
         """Free what `take` gave."""
         with self._changed:
-            self._taken.difference_update(gpus)
+            self._unlock(gpus)
             self._changed.notify_all()
 
-    def _free(self) -> list[str]:
-        return [name for name in self._all or [] if name not in self._taken]
+    def _lock_free(self, count: int) -> list[str]:
+        """Lock up to `count` GPUs that nobody has."""
+        found: list[str] = []
+        for name in self._all or []:
+            if len(found) == count:
+                break
+            if name in self._taken:
+                continue
+            file = open(_lock_path(name), "ab")  # noqa: SIM115 (it holds the lock)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                continue
+            self._taken[name] = file
+            found.append(name)
+        return found
+
+    def _unlock(self, gpus: list[str]) -> None:
+        for name in gpus:
+            if (file := self._taken.pop(name, None)) is not None:
+                file.close()
+
+
+def _lock_path(gpu: str) -> Path:
+    """The file of a GPU, the same for every process of this user."""
+    folder = Path(tempfile.gettempdir()) / f"headrace-gpus-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{re.sub(r'[^A-Za-z0-9-]', '_', gpu)}.lock"

@@ -128,7 +128,7 @@ class ProcessRunner:
                 stderr=errors,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid()),
             )
         handle.started(process.pid)
 
@@ -376,7 +376,7 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
     """What a new process does first so that the kernel sends it SIGTERM when the thread that started it ends.
 
     That thread waits for the stage (`flows.execute`), so its end before the stage's means the end of the flow.

@@ -10,6 +10,7 @@ from stages.artifacts.folder import FolderStore
 from stages.artifacts.gc import Collection, Garbage, collect
 from stages.artifacts.leases import Lease, LeaseLost, LeaseRecord, acquire, leases, read_lease
 from stages.artifacts.manifest import FileEntry, Manifest, canonical_json, check_digest, check_path
+from stages.artifacts.nights import SEEN, Night, Nights, read_nights, write_night
 from stages.artifacts.publish import HashCache, files_below, import_files, manifest_of, publish
 from stages.artifacts.reach import ancestors
 from stages.artifacts.refs import Move, Ref, check_ref_name, promote, read_ref, ref_names, refs, rollback
@@ -33,6 +34,7 @@ from stages.artifacts.verify import Damage, verify_all, verify_artifact, verify_
 from stages.artifacts.work import WorkArea
 
 __all__ = [
+    "SEEN",
     "Collection",
     "Damage",
     "Damaged",
@@ -48,6 +50,8 @@ __all__ = [
     "LogTail",
     "Manifest",
     "Move",
+    "Night",
+    "Nights",
     "NotInStore",
     "ObjectInfo",
     "ReadOnlyStore",
@@ -87,6 +91,7 @@ __all__ = [
     "read_lease",
     "read_log",
     "read_manifest",
+    "read_nights",
     "read_ref",
     "read_result",
     "read_run",
@@ -103,6 +108,7 @@ __all__ = [
     "verify_all",
     "verify_artifact",
     "verify_artifacts",
+    "write_night",
     "write_result",
     "write_run",
 ]

@@ -1,10 +1,10 @@
 """Removing what nothing needs any more, beside runs that go on.
 
 The model: mark, then sweep. Marked are, with everything that they were made from: what refs name and named in their
-last moves; what results gave that are younger than the retention time; what recent runs used; what stages read that
-compute now (the inputs in their leases); and every artifact whose manifest is younger than the grace period. All else
-is garbage: results, then manifests, then blobs, saved progress of finished keys, old runs with their logs, free
-leases, and what killed writers left.
+last moves; the models of their last nights; what results gave that are younger than the retention time; what recent
+runs used; what stages read that compute now (the inputs in their leases); and every artifact whose manifest is younger
+than the grace period. All else is garbage: results, then manifests, then blobs, saved progress of finished keys, old
+runs with their logs, free leases, and what killed writers left.
 
 Invariants:
 - Nothing younger than the grace period is removed, so what a run has just put, and not yet named, stays.
@@ -15,7 +15,8 @@ Invariants:
   marks.
 - What points goes before what it points to: killed at any moment, no artifact is visible in part.
 - A result, its progress and its lease are removed under the lease on the key: never while a stage computes it.
-- A ref, result, run, lease or marked manifest that cannot be read stops everything: what it names cannot be known.
+- A ref, night, result, run, lease or marked manifest that cannot be read stops everything: what it names cannot be
+  known.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from functools import partial
 
 from stages.artifacts.fetch import read_manifest
 from stages.artifacts.leases import GC_KEY, LeaseRecord, acquire, read_lease
+from stages.artifacts.manifest import manifest_key
+from stages.artifacts.nights import all_nights
 from stages.artifacts.reach import Making, by_artifact, makings
 from stages.artifacts.refs import refs
 from stages.artifacts.results import parse_result
@@ -288,6 +291,8 @@ def _mark(store: Store, now: float, retention: float, grace: float, manifests: d
     for ref in refs(store):
         moves = [move.artifact for move in reversed(ref.history)]
         waiting.extend(list(dict.fromkeys(moves))[:_KEPT_MOVES])
+    for nights in all_nights(store):
+        waiting.extend(digest for digest in nights.kept() if store.exists(manifest_key(digest)))
     for info, lease in _leases(store):
         live = lease.holder is not None and lease.stage != "gc" and not lease.is_dead()
         if live and now - info.modified < max(grace, 10 * lease.seconds):

@@ -102,7 +102,7 @@ def usage(store: Store) -> Usage:
     for grouping, members in groups.items():
         shares = {name: _share(digests, held, holders, blobs) for name, digests in members.items()}
         setattr(used, grouping, dict(sorted(shares.items(), key=lambda pair: -pair[1].size)))
-    for prefix in ("manifests", "results", "refs", "leases", "work", "runs", "logs"):
+    for prefix in ("manifests", "results", "refs", "nights", "leases", "work", "runs", "logs"):
         size = sum(info.size for info in store.list(f"{prefix}/"))
         if size:
             used.other[prefix] = size

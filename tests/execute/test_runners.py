@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +70,22 @@ def test_gpus_are_lent_to_one_stage_at_a_time() -> None:
     assert pool.take(0, "c") == []
     with pytest.raises(RunnerError, match=r"step d asks for 4 GPUs \(resources.gpus\), and this machine has 3"):
         pool.take(4, "d")
+
+
+def test_gpus_are_lent_to_one_process_at_a_time_and_free_when_it_is_killed(tmp_path: Path) -> None:
+    names = [f"{tmp_path.name}-{number}" for number in range(2)]  # GPUs that no other test lends
+    script = (
+        "import sys; from flows.runners.gpus import GpuPool; "
+        f"pool = GpuPool({names!r}); print(pool.take(1, 'a'), flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == repr(names[:1])
+    pool = GpuPool(names)
+    assert pool.take(1, "b") == names[1:]
+    process.kill()
+    process.wait()
+    assert pool.take(1, "c") == names[:1]
 
 
 def test_gpus_that_the_environment_hides_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

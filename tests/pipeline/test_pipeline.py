@@ -187,7 +187,7 @@ def test_a_run_that_is_cancelled_in_prefect_saves_stops_and_can_go_on(
 
 
 def test_the_flow_works_without_a_session_as_a_deployment_calls_it(recipe: Path) -> None:
-    state = pipeline(recipe=str(recipe), store=str(recipe.parent / "store"), until="words", return_state=True)
+    state = pipeline(recipe=str(recipe), store=str(recipe.parent / "store"), until=["words"], return_state=True)
     assert state.is_completed()
     assert state.message == "1 steps: 1 done"
 

@@ -227,9 +227,9 @@ def test_accepting_code_of_what_was_never_run_is_refused(fresh: Project) -> None
 
 
 def test_until_plans_only_what_is_needed(project: Project) -> None:
-    assert [planned.step for planned in project.plan(until="b").steps] == ["a", "b"]
+    assert [planned.step for planned in project.plan(until=["b"]).steps] == ["a", "b"]
     with pytest.raises(RecipeError, match="--force c: is not among the steps that b needs"):
-        project.plan(until="b", force=["c"])
+        project.plan(until=["b"], force=["c"])
     with pytest.raises(RecipeError, match=r"--force d: no such step"):
         project.plan(force=["d"])
     with pytest.raises(RecipeError, match="choose one"):

@@ -1,0 +1,44 @@
+"""A flow run's process: Prefect's engine, with what it prints in a log file. A worker starts `python -m flows.engine`.
+
+A worker reads its runs' output through a pipe. When the worker dies the pipe breaks, and Prefect's console, writing the
+next warning, ends the run. So the output goes to a file of the run's own, and a run outlives its worker.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import time
+from pathlib import Path
+
+from flows.installation import home
+
+KEPT_SECONDS = 14 * 86400.0
+
+
+def main() -> None:
+    """Run the flow run that the environment names."""
+    folder = home() / "logs" / "runs"
+    folder.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
+    log = os.open(
+        folder / f"{os.environ.get('PREFECT__FLOW_RUN_ID', 'run')}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    )
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    runpy.run_module("prefect.engine", run_name="__main__", alter_sys=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the logs of runs that ended long ago; Prefect and the store have theirs."""
+    for path in folder.glob("*.log"):
+        try:
+            if time.time() - path.stat().st_mtime > KEPT_SECONDS:
+                path.unlink()
+        except OSError:
+            continue
+
+
+if __name__ == "__main__":
+    main()

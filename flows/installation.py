@@ -1,0 +1,73 @@
+"""The installation of `headrace up` on this machine: its folder, and the addresses of the one that runs.
+
+The folder is `HEADRACE_HOME`, or `~/.headrace`: the server's database, its leases, logs, and `up.json` with the
+addresses. Its lock is held for as long as `headrace up` lives, however it ends, so that `up.json` of one that was
+killed is not believed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where a running `headrace up` is: its process, the API, the pages, and the lineage browser ("" for none)."""
+
+    pid: int
+    api: str
+    pages: str
+    browser: str = ""
+
+
+def home() -> Path:
+    """The folder, made if missing, readable by its owner only."""
+    folder = Path(os.environ.get("HEADRACE_HOME") or Path.home() / ".headrace").expanduser().absolute()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def lock() -> IO[str] | None:
+    """Take the lock for as long as the returned file is open; None where another process holds it."""
+    file = open(home() / "up.lock", "a")  # noqa: SIM115 (it is held open)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def announce(addresses: Addresses) -> None:
+    """Say where this `headrace up` is, for commands in other terminals."""
+    path = home() / "up.json"
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(asdict(addresses)))
+    draft.replace(path)
+
+
+def withdraw() -> None:
+    """Take the announcement back."""
+    with suppress(FileNotFoundError):
+        (home() / "up.json").unlink()
+
+
+def running() -> Addresses | None:
+    """The addresses of the `headrace up` that runs; None where none does."""
+    path = Path(os.environ.get("HEADRACE_HOME") or Path.home() / ".headrace").expanduser() / "up.json"
+    if not path.is_file():
+        return None
+    held = lock()
+    if held is not None:  # nobody holds it: it was killed
+        held.close()
+        return None
+    try:
+        return Addresses(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,104 @@
+"""Slots: how many stages an installation lets run at once, and how many GPUs of a host they may take together.
+
+They are Prefect's global concurrency limits, which `headrace deploy` creates and anybody may change in the UI:
+`headrace-steps` counts stages of all runs, `headrace-gpus-HOST` the GPUs of a host. Where there is no such limit,
+nothing is asked of the server.
+
+Invariants:
+- A step that is a hit takes no slot; one that waits for a slot can be stopped.
+- A slot is a lease of a minute that a thread renews: what a killed run held is free a minute later.
+- A server that is away stops no stage: it runs without its slot, and the log says so.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import httpx
+from prefect import get_client, get_run_logger
+from prefect.concurrency.sync import concurrency
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from flows.recipe_model import Step
+from flows.runners.base import RunnerError
+
+if TYPE_CHECKING:
+    from flows.execute import Execution
+
+STEPS = "headrace-steps"
+LEASE_SECONDS = 60.0  # the shortest that the server grants
+_PATIENCE = 5.0  # seconds between two looks at whether a step that waits is still wanted
+_AWAY = (httpx.HTTPError, PrefectHTTPStatusError, OSError)
+
+
+def gpu_limit_name(host: str = "") -> str:
+    """The name of the limit on the GPUs of a host: this one where none is given."""
+    return f"headrace-gpus-{re.sub(r'[^A-Za-z0-9.-]+', '-', host or platform.node())}"
+
+
+class Slots:
+    """The slots of one run.
+
+    Attributes:
+        execution: the run; whoever makes the slots sets it.
+    """
+
+    execution: Execution
+
+    @contextmanager
+    def hold(self, step: Step) -> Iterator[None]:
+        """Hold the slots that a stage of a step needs for the time of the block. Waits until they are free, or the run
+        is stopped.
+
+        Raises:
+            RunnerError: the step asks for more GPUs than the limit has.
+        """
+        logger = get_run_logger()
+        with ExitStack() as stack:
+            try:
+                for name, count in self._needed(step):
+                    self._take(stack, name, count, step.name)
+            except _AWAY as error:
+                logger.warning("The server cannot say which slots are free (%s); the step runs without", error)
+            yield
+
+    def _needed(self, step: Step) -> list[tuple[str, int]]:
+        wanted = {STEPS: 1} | ({gpu_limit_name(): step.resources.gpus} if step.resources.gpus else {})
+        # Asked once: a server that is away must not hold up a step for as long as Prefect would go on trying.
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
+            limits = {
+                limit.name: limit.limit
+                for limit in client.read_global_concurrency_limits(limit=200)
+                if limit.active and limit.name in wanted
+            }
+        for name, count in wanted.items():
+            if count > limits.get(name, count):
+                raise RunnerError(
+                    f"step {step.name} needs {count} slots of the concurrency limit {name}, which has {limits[name]}; "
+                    "raise the limit in Prefect, or lower resources.gpus"
+                )
+        return [(name, count) for name, count in wanted.items() if name in limits]
+
+    def _take(self, stack: ExitStack, name: str, count: int, step: str) -> None:
+        said = False
+        while not self.execution.stopping:
+            try:
+                stack.enter_context(
+                    concurrency(
+                        name,
+                        occupy=count,
+                        timeout_seconds=_PATIENCE,
+                        lease_duration=LEASE_SECONDS,
+                        raise_on_lease_renewal_failure=False,
+                    )
+                )
+                return
+            except TimeoutError:
+                if not said:
+                    get_run_logger().info("%s waits for a slot of %s", step, name)
+                    said = True

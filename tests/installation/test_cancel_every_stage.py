@@ -1,0 +1,62 @@
+"""Every real stage is cancelled while it runs: the run is Cancelled, what was saved is kept, and no process is left."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from installed import ROOT, Installed, gone, until
+from prefect.states import Cancelling
+
+pytestmark = pytest.mark.slow
+
+MINI = ROOT / "tests" / "end_to_end"
+# What makes the step long enough to be caught; steps before it are cached. Training steps save at every step, so that
+# some cancellations come during a save.
+STAGES = {
+    "corpus": ["corpus.generators.0.arguments.count=30000"],
+    "base": ["base.max_steps=3000"],
+    "sft": ["sft.max_steps=3000"],
+    "samples": ["samples.num_generations=64", "samples.max_completion_length=100"],
+    "reference": ["reference.save_seconds=1"],
+    "dpo": ["dpo.max_steps=3000"],
+    "grpo": ["grpo.max_steps=3000"],
+    "report": ["report.sampled=60", "report.max_new_tokens=100"],
+}
+TRAINING = ("base", "sft", "dpo", "grpo")
+
+
+@pytest.fixture(scope="module")
+def mini(installed: Installed) -> Iterator[Installed]:
+    for name in ("mini.yaml", "mini_rewards.py"):
+        shutil.copy(MINI / name, installed.folder / name)
+    run = installed.run_recipe("mini.yaml", limit=1500)
+    assert run.state_name == "Completed", run.state
+    yield installed
+    Path(installed.folder / "mini.yaml").unlink()
+
+
+@pytest.mark.parametrize("step", STAGES)
+def test_a_stage_that_is_cancelled_saves_and_leaves_nothing(mini: Installed, step: str) -> None:
+    flow_run = mini.submit_recipe("mini.yaml", *STAGES[step], until=[step])
+    until(lambda: mini.running_step(mini.read(flow_run).name, step), 300, f"{step} runs")
+    if step in TRAINING:
+        until(lambda: mini.progress(flow_run, f"mini-{step}-progress") > 0, 300, f"progress of {step}")
+    begun = time.monotonic()
+    with mini.client() as client:
+        client.set_flow_run_state(flow_run, Cancelling())
+    run = mini.ended(flow_run)
+    print(f"{step}: cancelled in {time.monotonic() - begun:.1f} s")
+    assert run.state is not None
+    assert run.state.is_cancelled()
+    gone(flow_run)
+    document = mini.document(run.name)
+    assert document is not None
+    ended = document["steps"][step]
+    assert ended["status"] in ("stopped", "done")  # a short stage may have ended before it heard
+    if step in TRAINING:
+        assert ended["status"] == "stopped"
+        assert ended["saved_step"] > 0

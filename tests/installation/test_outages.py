@@ -1,0 +1,142 @@
+"""What a run survives, each produced for real: server, flow, worker or all of it killed, frozen or locked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import time
+from uuid import UUID
+
+import pytest
+from installed import Installed, engine_of, gone, kill, processes_of, until
+from prefect.states import Cancelling, Scheduled
+
+pytestmark = pytest.mark.slow
+
+
+def start(installed: Installed, rate: float, steps: int = 250) -> UUID:
+    """Start a run whose step `better` takes a while, and wait until it has made progress."""
+    overrides = [f"better.rate={rate}", f"better.max_steps={steps}", "better.pause=0.2"]
+    flow_run = installed.submit("headrace/pipeline", recipe="toy.yaml", overrides=overrides)
+    until(lambda: installed.running_step(installed.read(flow_run).name, "better"), 300, "better runs")
+    return flow_run
+
+
+def check_ended_well(installed: Installed, flow_run: UUID) -> None:
+    """The run is Completed, its document done, its tasks ended as the server tells, and nothing of it is left."""
+    run = installed.ended(flow_run)
+    assert run.state_name == "Completed", run.state
+    gone(flow_run)
+    document = installed.document(run.name)
+    assert document is not None
+    assert document["state"] == "done"
+    tasks = installed.tasks(flow_run)
+    assert {name: task.state and task.state.is_completed() for name, task in tasks.items()} == dict.fromkeys(
+        ["words", "model", "better", "report"], True
+    )
+    until(lambda: no_slot_held(installed), 120, "all slots are free")
+
+
+def no_slot_held(installed: Installed) -> bool:
+    with installed.client() as client:
+        return all(limit.active_slots == 0 for limit in client.read_global_concurrency_limits(limit=200))
+
+
+def test_a_killed_server_is_started_again_and_the_run_ends_well(installed: Installed) -> None:
+    flow_run = start(installed, 0.51)
+    kill([installed.child("flows.local_server")])
+    check_ended_well(installed, flow_run)
+    assert "The server ended with code -9; it is started again" in installed.said
+
+
+def test_a_server_that_hangs_for_a_minute_loses_nothing(installed: Installed) -> None:
+    flow_run = start(installed, 0.52, steps=100)
+    server = installed.child("flows.local_server")
+    os.kill(server, signal.SIGSTOP)
+    try:
+        time.sleep(60)  # the run ends meanwhile
+    finally:
+        os.kill(server, signal.SIGCONT)
+    check_ended_well(installed, flow_run)
+
+
+def test_a_cancellation_while_the_worker_is_lost_is_heard_by_the_run_itself(installed: Installed) -> None:
+    flow_run = start(installed, 0.53, steps=3000)
+    kill([installed.child("prefect worker start")])
+    with installed.client() as client:
+        client.set_flow_run_state(flow_run, Cancelling())
+    run = installed.ended(flow_run)
+    assert run.state is not None
+    assert run.state.is_cancelled()
+    gone(flow_run)
+    document = installed.document(run.name)
+    assert document is not None
+    assert document["steps"]["better"]["saved_step"] > 0
+
+
+def test_a_run_outlives_its_worker(installed: Installed) -> None:
+    flow_run = start(installed, 0.54)
+    kill([installed.child("prefect worker start")])
+    check_ended_well(installed, flow_run)
+
+
+def test_a_killed_flow_leaves_nothing_behind_and_a_retry_goes_on(installed: Installed) -> None:
+    flow_run = start(installed, 0.55)
+    kill([engine_of(flow_run)])
+    assert installed.ended(flow_run).state_name == "Crashed"
+    gone(flow_run)
+    time.sleep(10)  # a worker may tell of it twice, and a retry between the two would be taken back by the second
+    with installed.client() as client:
+        client.set_flow_run_state(flow_run, Scheduled(name="AwaitingRetry"))
+    run = installed.reached(flow_run, lambda run: run.state is not None and run.state.is_completed())
+    resumed = installed.document(f"{run.name}-2")
+    assert resumed is not None
+    assert "saved progress at step" in resumed["steps"]["better"]["reason"]
+
+
+def test_a_run_whose_flow_and_worker_are_killed_together_is_scheduled_again(installed: Installed) -> None:
+    flow_run = start(installed, 0.56)
+    kill([installed.child("prefect worker start"), engine_of(flow_run)])
+    run = installed.reached(flow_run, lambda run: (run.run_count or 0) == 2 and run.state_name == "Completed")
+    assert run.state_name == "Completed"
+    gone(flow_run)
+
+
+def test_a_locked_database_holds_nothing_up_for_good(installed: Installed) -> None:
+    flow_run = start(installed, 0.57, steps=100)
+    database = sqlite3.connect(installed.home / "prefect.db", timeout=60, isolation_level=None)
+    database.execute("BEGIN EXCLUSIVE")
+    time.sleep(25)
+    database.execute("ROLLBACK")
+    database.close()
+    check_ended_well(installed, flow_run)
+
+
+def test_all_of_it_killed_at_once_is_there_again_and_the_run_goes_on(own: Installed) -> None:
+    own.start()
+    flow_run = start(own, 0.58)
+    before = own.addresses
+    assert own.process is not None
+    kill([own.process.pid, engine_of(flow_run)])
+    own.process.wait()
+    gone(flow_run)
+    own.start("--port", before["pages"].rpartition(":")[2], "--browser-port", "0")
+    run = own.reached(flow_run, lambda run: (run.run_count or 0) == 2 and run.state_name == "Completed")
+    document = own.document(f"{run.name}-2")
+    assert document is not None
+    assert "saved progress at step" in document["steps"]["better"]["reason"]
+    gone(flow_run)
+
+
+def test_stopping_saves_what_runs_and_the_next_start_goes_on(own: Installed) -> None:
+    own.start()
+    flow_run = start(own, 0.59)
+    assert own.stop() == 0
+    assert not processes_of(flow_run)
+    own.start()
+    run = own.reached(flow_run, lambda run: (run.run_count or 0) == 2 and run.state_name == "Completed")
+    document = own.document(f"{run.name}-2")
+    assert document is not None
+    assert document["steps"]["words"]["status"] == "cached"
+    assert "saved progress at step" in document["steps"]["better"]["reason"]
