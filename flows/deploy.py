@@ -1,8 +1,8 @@
 """The verb `deploy`: what an installation has in Prefect, made by code and made again without doubles.
 
 The model: `deploy` brings a server to what the settings say: a work pool, the deployments `headrace/pipeline`,
-`nightly/REF` for each reference that is retrained, `promote/promote`, `verify/verify` and `gc/gc`, the concurrency
-limits, and the automations.
+`nightly/REF` for each reference that is retrained, `promote/promote`, `verify/verify` and `gc/gc`, where the settings
+name a pool for them `stage/NAME` for each stage, the concurrency limits, and the automations.
 
 Invariants:
 - Deploying twice changes nothing; a nightly deployment that the settings no longer have is removed. Limits that a
@@ -44,6 +44,7 @@ from flows.pipeline import pipeline
 from flows.recipe_model import Recipe
 from flows.runners.gpus import visible_gpus
 from flows.slots import STEPS, gpu_limit_name
+from flows.stage_deployments import deploy_stages
 
 TAG = "headrace"
 
@@ -104,7 +105,6 @@ def deployments(settings: DeploySettings) -> list[Deployment]:
                 recipes=recipes,
             )
         )
-    # Deployments of single stages for the runner of work pools are added here.
     return found
 
 
@@ -123,7 +123,11 @@ async def deploy(settings: DeploySettings) -> list[str]:
         await _remove_old(client, {item.full_name for item in wanted})
         await _limits(client, settings)
         await apply_automations(client)
-    return [item.full_name for item in wanted]
+    names = [item.full_name for item in wanted]
+    if settings.stage_pool:
+        with get_client(sync_client=True) as client:
+            names += deploy_stages(client, settings.stage_pool)
+    return names
 
 
 async def _work_pool(client: PrefectClient, name: str) -> str:

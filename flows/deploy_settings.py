@@ -82,6 +82,9 @@ class DeploySettings(BaseModel):
     recipes: list[str] = Field([], description="Recipes to choose from in the form; the built-in ones when empty.")
     nightly: dict[str, NightlySettings] = Field({}, description="By the name of a reference: what retrains it.")
     work_pool: str = Field("headrace", description="The Prefect work pool; it is made (of type process) if missing.")
+    stage_pool: str = Field(
+        "", description="The work pool whose workers run steps with `--runner workpool`; none if empty."
+    )
     steps: int = Field(0, ge=0, le=10_000, description="Stages that may run at once in all runs; 0 for any number.")
     gpus: dict[str, int] = Field({}, description="GPUs by host name, for steps of several runs to share.")
     folder: Path = Field(Path("."), exclude=True)

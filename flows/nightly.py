@@ -51,7 +51,7 @@ from flows.pipeline import (
 from flows.plan import make_plan
 from flows.recipe import declared_parameters, load_recipe
 from flows.recipe_model import Recipe, RecipeError
-from flows.runners.process import ProcessRunner
+from flows.runners.choice import make_runner
 from flows.trend import plot_trend, table_rows, trend_metric
 from stages.artifacts import (
     SEEN,
@@ -92,6 +92,7 @@ class Request:
     keep: int
     again: bool
     workers: int
+    runner: str
 
 
 @flow(
@@ -153,6 +154,7 @@ def nightly(
             keep,
             again,
             workers,
+            runner,
         )
         days = read_dates(dates)
     except ValueError as error:
@@ -247,7 +249,7 @@ class _Night:
         night.run = free_run_name(self.store, f"{self.request.ref}-{night.date}")
         session = Session(plan, night.run, workers=self.request.workers)
         try:
-            result = carry_out(session, ProcessRunner())
+            result = carry_out(session, make_runner(self.request.runner))
         except BaseException:
             self._end("stopped", "it was stopped; what is done is kept")
             raise

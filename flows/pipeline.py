@@ -122,7 +122,11 @@ OverridesField = Annotated[
 ]
 WorkersField = Annotated[int, Field(title="Steps at once", description="How many steps may run at once.", ge=1, le=64)]
 RunnerField = Annotated[
-    Literal["process"], Field(title="Runner", description="Where stages run: as processes of the worker's machine.")
+    Literal["process", "docker", "workpool"],
+    Field(
+        title="Runner",
+        description="Where stages run: as processes or containers of the worker's machine, or on workers of a pool.",
+    ),
 ]
 StoreField = Annotated[
     str, Field(title="Store", description="The artifact store: a folder of the worker, or s3://bucket/prefix.")

@@ -122,8 +122,8 @@ class WorkPoolRunner:
                     pool = client.read_work_pool(deployment.work_pool_name)
             except ObjectNotFound:
                 raise RunnerError(
-                    f"step {step}: the Prefect server has no deployment {name}; make them with "
-                    "`python -m flows.stage_deployments --pool NAME`"
+                    f"step {step}: the Prefect server has no deployment {name}; name a pool with "
+                    "`stage_pool` in headrace.yaml, and `headrace deploy`"
                 ) from None
             except _SERVER_ERRORS as error:
                 raise RunnerError(f"step {step}: the Prefect server cannot be asked for {name}: {error}") from None
