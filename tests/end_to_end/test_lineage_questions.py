@@ -24,6 +24,9 @@ from flows.cli import main
 from stages.examples.arithmetic import prompts as arithmetic_prompts
 from stages.tokenize.dataset import read_packed
 
+# Two runs of the miniature come before the first test; on a machine that is busy they take long.
+pytestmark = pytest.mark.timeout(1800)
+
 
 @pytest.fixture(scope="module")
 def changed(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
