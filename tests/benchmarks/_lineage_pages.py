@@ -89,7 +89,7 @@ def _addresses(store: Path, times: int) -> dict[str, list[tuple[str, str]]]:
         "lineage": [(f"/artifact/{digest}/lineage", digest[7:19]) for digest in models],
         "room": [("/room", "By stage")] * times,
         "references": [("/refs", "References")] * times,
-        "reference": [(f"/ref/{name}", name) for name in rng.choices(references, k=times)],
+        "reference": [(f"/ref/{name}", name) for name in (rng.choices(references, k=times) if references else [])],
         "compare": [
             (f"/compare?a={a}&b={b}", a[7:19]) for a, b in zip(models, reversed(models), strict=True) if a != b
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 from flows import figures
@@ -17,6 +18,7 @@ from stages.artifacts.refs import before
 PAGE = 50
 _HITS = 60
 _MOVES = 100
+_ROOM_SECONDS = 60.0  # that sums of sizes are kept
 _SHARES_SHOWN = 30  # of what takes room
 _HOLDERS = 200  # of a file, on a page
 # Of a model's figures, the one that its reference's chart shows first.
@@ -88,8 +90,13 @@ def metric(site: Site, name: str, page: int) -> dict[str, Any]:
 
 
 def room(site: Site) -> dict[str, Any]:
-    """What takes how much room: by kind, stage and run, and of each referenced model with all that it was made from."""
-    index = site.index
+    """What takes how much room: by kind, stage and run, and of each referenced model with all that it was made from.
+
+    The sums run over the whole index, so they are kept for a while; the page says of when they are.
+    """
+    index, now = site.index, time.time()
+    if site.room is not None and now - site.room["summed"] < _ROOM_SECONDS:
+        return site.room
     total = "count(*) AS artifacts, sum(a.size) AS size FROM artifacts a"
     largest = f"a.present = 1 GROUP BY name ORDER BY size DESC LIMIT {_SHARES_SHOWN}"
     made = f"{total} JOIN makings m ON m.id = a.maker WHERE {largest}"
@@ -99,14 +106,16 @@ def room(site: Site) -> dict[str, Any]:
         SELECT count(*) AS artifacts, sum(size) AS size FROM artifacts
         WHERE present = 1 AND id IN (SELECT id FROM above)"""
     models = [(ref, index.rows(above, (ref.artifact,))[0]) for ref in queries.all_refs(index)[:_SHARES_SHOWN]]
-    return {
+    site.room = {
         "title": "Room",
+        "summed": now,
         "kinds": kinds,
         "stages": index.rows(f"SELECT m.stage AS name, {made}"),
         "runs": index.rows(f"SELECT m.run AS name, {made}"),
         "models": models,
         "command_line": site.command("du"),
     }
+    return site.room
 
 
 # References

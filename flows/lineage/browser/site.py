@@ -1,4 +1,4 @@
-"""What every page reads from: a store, its index, and the addresses of pages. And the words of errors.
+"""What every page reads from: a store, its index, and the addresses of pages.
 
 The index answers what would take a walk over the store; what a page is about (a run, a manifest, a record, a reference)
 is read from the store itself.
@@ -30,11 +30,13 @@ class Site:
 
     Attributes:
         links: the addresses of its pages.
+        room: what the page of sizes showed last, None before.
     """
 
     store: Store
     links: Links
     _index: Index
+    room: dict[str, Any] | None = None
     _refreshing: threading.Lock = field(default_factory=threading.Lock)
     _next_look: float = 0.0
 
