@@ -42,7 +42,13 @@ def mini(installed: Installed) -> Iterator[Installed]:
 @pytest.mark.parametrize("step", STAGES)
 def test_a_stage_that_is_cancelled_saves_and_leaves_nothing(mini: Installed, step: str) -> None:
     flow_run = mini.submit_recipe("mini.yaml", *STAGES[step], until=[step])
-    until(lambda: mini.running_step(mini.read(flow_run).name, step), 300, f"{step} runs")
+    name = mini.reached(flow_run, lambda run: run.state_name == "Running").name
+
+    def seen() -> bool:
+        document = mini.document(name)
+        return document is not None and document["steps"][step]["status"] not in ("waiting", "cached")
+
+    until(seen, 300, f"{step} runs")
     if step in TRAINING:
         until(lambda: mini.progress(flow_run, f"mini-{step}-progress") > 0, 300, f"progress of {step}")
     begun = time.monotonic()
@@ -51,8 +57,10 @@ def test_a_stage_that_is_cancelled_saves_and_leaves_nothing(mini: Installed, ste
     run = mini.ended(flow_run)
     print(f"{step}: cancelled in {time.monotonic() - begun:.1f} s")
     assert run.state is not None
-    assert run.state.is_cancelled()
     gone(flow_run)
+    if run.state_name == "Completed" and step not in TRAINING:
+        pytest.skip(f"{step} was over before it could be cancelled")
+    assert run.state.is_cancelled()
     document = mini.document(run.name)
     assert document is not None
     ended = document["steps"][step]
