@@ -88,12 +88,13 @@ def _truth(run: FlowRun) -> State[None]:
     )
 
 
-def flow_processes() -> set[str] | None:
-    """The ids of the flow runs that have a process on this machine; None where that cannot be known."""
+def flow_processes(api: str = "") -> dict[str, int] | None:
+    """Flow run id -> pid of the processes on this machine, of a server's runs only where its API is given; None where
+    that cannot be known."""
     processes = Path("/proc")
     if not (processes / "self" / "environ").exists():
         return None
-    found = set()
+    found = {}
     for entry in os.scandir(processes):
         if not entry.name.isdigit():
             continue
@@ -101,10 +102,10 @@ def flow_processes() -> set[str] | None:
             folder = processes / entry.name
             if b"flows.engine" not in (folder / "cmdline").read_bytes():
                 continue
-            for pair in (folder / "environ").read_bytes().split(b"\0"):
-                name, _, value = pair.partition(b"=")
-                if name == b"PREFECT__FLOW_RUN_ID":
-                    found.add(value.decode())
+            pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            environment = dict(pair.partition("=")[::2] for pair in pairs)
+            if "PREFECT__FLOW_RUN_ID" in environment and api in ("", environment.get("PREFECT_API_URL")):
+                found[environment["PREFECT__FLOW_RUN_ID"]] = int(entry.name)
         except OSError:  # it ended meanwhile, or is another user's
             continue
     return found

@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
@@ -40,7 +41,7 @@ from flows.signals import interrupting
 PORT = 4200
 BROWSER_PORT = 4280
 STARTUP_SECONDS = 600.0  # a minute on a busy machine; what ends meanwhile is told at once
-WORKER_STOP_SECONDS = 90.0  # runs save within their grace period
+WORKER_STOP_SECONDS = 90.0  # in which runs save, longer than their grace period
 STOP_SECONDS = 15.0
 LOOK_SECONDS = 1.0
 RECONCILE_SECONDS = 10.0
@@ -262,10 +263,25 @@ class _Installation:
         """End the children, the server last; runs that were stopped by this go on at the next start."""
         with _no_more_signals():
             self.worker.stop()
+            self._stop_runs()
             if self.worker.process is not None and self.server.healthy():
                 self._with_server(self._reconcile, at_once=True)
             for child in reversed(self.children):
                 child.stop()
+
+    def _stop_runs(self) -> None:
+        """Have the runs that the worker has left save and end: a worker that is told to stop does not wait for them."""
+        from flows.reconcile import flow_processes
+
+        end = time.monotonic() + WORKER_STOP_SECONDS
+        told: set[int] = set()
+        while left := set((flow_processes(self.api) or {}).values()):
+            late = time.monotonic() > end
+            for pid in left if late else left - told:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+            told |= left
+            time.sleep(0.2)
 
     def _with_server(self, work: Callable[..., None], **options: bool) -> None:
         """Do something with Prefect's client led to our server."""

@@ -124,11 +124,11 @@ class Installed:
         """Trigger a run and wait for its end."""
         return self.ended(self.submit(deployment, **parameters))
 
-    def submit_recipe(self, recipe: str, *overrides: str, until: Iterable[str] = ()) -> UUID:
+    def submit_recipe(self, recipe: str, *overrides: str, until: Iterable[str] = (), force: Iterable[str] = ()) -> UUID:
         """Trigger a run of a recipe that is not among those of the form, as the API may where the form is not asked."""
         with self.client() as client:
             found = client.read_deployment_by_name("headrace/pipeline")
-            parameters = {"recipe": recipe, "overrides": list(overrides), "until": list(until)}
+            parameters = {"recipe": recipe, "overrides": list(overrides), "until": list(until), "force": list(force)}
             answer = client.request(
                 "POST",
                 f"/deployments/{found.id}/create_flow_run",

@@ -19,7 +19,7 @@ def start(installed: Installed, rate: float, steps: int = 250) -> UUID:
     """Start a run whose step `better` takes a while, and wait until it has made progress."""
     overrides = [f"better.rate={rate}", f"better.max_steps={steps}", "better.pause=0.2"]
     flow_run = installed.submit("headrace/pipeline", recipe="toy.yaml", overrides=overrides)
-    until(lambda: installed.running_step(installed.read(flow_run).name, "better"), 300, "better runs")
+    until(lambda: installed.progress(flow_run, "toy-better-progress") > 0, 300, "progress of better")
     return flow_run
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,16 +34,12 @@ pytestmark = [
 
 
 @pytest.fixture
-def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def database() -> Iterator[str]:
     """The URL of an empty database."""
-    folder = tmp_path_factory.mktemp("postgresql")
+    folder = Path(tempfile.mkdtemp(prefix="headrace-postgresql-"))  # pytest's own folders are for their owner only
     prefix: list[str] = []
     if os.getuid() == 0:  # PostgreSQL does not run as root
         prefix = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-        for path in (folder, *folder.parents):
-            if path == Path("/tmp"):
-                break
-            path.chmod(0o755)
         os.chown(folder, 65534, 65534)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -58,6 +55,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"postgresql+asyncpg://prefect@127.0.0.1:{port}/postgres"
     finally:
         run("pg_ctl", "-D", data, "-m", "fast", "stop")
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_runs_are_kept_in_postgresql_and_survive_a_restart(database: str, tmp_path: Path) -> None:
