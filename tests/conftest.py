@@ -14,7 +14,10 @@ import s3_server as server_module
 from stages.artifacts import Store, open_store
 
 BUCKET = "headrace-tests"
-os.environ["HEADRACE_HOME"] = tempfile.mkdtemp(prefix="headrace-test-home-")  # not that of a `headrace up` of the user
+# Away from the Prefect and the `headrace up` of the user, before any test imports Prefect; gone when the tests have ended.
+_HOME = tempfile.TemporaryDirectory(prefix="headrace-test-home-", ignore_cleanup_errors=True)
+os.environ["HEADRACE_HOME"] = f"{_HOME.name}/headrace"
+os.environ["PREFECT_HOME"] = f"{_HOME.name}/prefect"
 
 
 @pytest.fixture(scope="session")

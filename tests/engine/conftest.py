@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -23,8 +22,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT.parent / "shared" / "tools"
-# Before any test imports Prefect, and away from the user's own.
-os.environ.setdefault("PREFECT_HOME", tempfile.mkdtemp(prefix="headrace-test-prefect-"))
 sys.path[:0] = [str(ROOT / "tests" / "execute"), str(Path(__file__).parent)]
 
 from container_runs import Runs, containers  # noqa: E402

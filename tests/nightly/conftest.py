@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-
 from flows.local_server import quiet_prefect
 
 quiet_prefect()
-os.environ.setdefault("PREFECT_HOME", tempfile.mkdtemp(prefix="headrace-test-prefect-"))

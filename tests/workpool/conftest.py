@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-# Before any test imports Prefect, and away from the user's own.
-os.environ.setdefault("PREFECT_HOME", tempfile.mkdtemp(prefix="headrace-test-prefect-"))
 sys.path[:0] = [str(Path(__file__).parents[1] / "execute"), str(Path(__file__).parent)]
 
 from pool_runs import LOST, Pool, Runs  # noqa: E402
