@@ -14,7 +14,7 @@ import s3_server as server_module
 from stages.artifacts import Store, open_store
 
 BUCKET = "headrace-tests"
-# Away from the Prefect and the `headrace up` of the user, before any test imports Prefect; gone when the tests have ended.
+# Away from the user's own, before any test imports Prefect; gone when the tests have ended.
 _HOME = tempfile.TemporaryDirectory(prefix="headrace-test-home-", ignore_cleanup_errors=True)
 os.environ["HEADRACE_HOME"] = f"{_HOME.name}/headrace"
 os.environ["PREFECT_HOME"] = f"{_HOME.name}/prefect"
