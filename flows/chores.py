@@ -111,9 +111,11 @@ def question(store: Store, ref: str, candidate: str, now: str, arithmetic: tuple
 
 
 def measured(store: Store, digest: str) -> dict[str, float]:
-    """The figures of a checkpoint in the newest evaluation that has it."""
+    """The figures of a checkpoint in the newest report that has it."""
     newest: tuple[str, dict[str, float]] = ("", {})
-    for result in results(store, "evaluate"):
+    for result in results(store):
+        if result.kind != "report":
+            continue
         for name, given in result.inputs.items():
             label = name.partition(".")[2]
             if given == digest and label and result.finished > newest[0]:

@@ -19,10 +19,19 @@ from flows.lineage import cost as costs
 from flows.lineage import impact as impacts
 from flows.lineage import rows as traced
 from flows.lineage import why as reasons
-from flows.lineage.index import open_index
+from flows.lineage.index import Index, open_index
 from flows.listing import print_json
 from flows.names import UnknownName, find_run, resolve
-from stages.artifacts import open_store, read_manifest
+from stages.artifacts import Damaged, Store, open_store, read_manifest
+from stages.artifacts.store import leave_out
+
+
+def _index(store: Store) -> Index:
+    """The index of a store, brought up to date. What it could not read is named on standard error, and left out."""
+    index = open_index(store)
+    for unread in queries.problems(index):
+        leave_out(Damaged(f"{unread.key} in store {store.url} {unread.problem}"))
+    return index
 
 
 def lineage(
@@ -45,7 +54,7 @@ def lineage(
     from flows.lineage.render import mermaid, tree, tree_down
 
     store = open_store(store_url)
-    index = open_index(store)
+    index = _index(store)
     digest = resolve(store, name, index).digest
     graphs = ([trace(store, digest, index)] if up else []) + ([descend(index, digest, limit)] if down else [])
     if as_json:
@@ -67,7 +76,7 @@ def impact(store_url: str, what: str, *, limit: int, as_json: bool) -> None:
     Raises:
         UnknownName: the store knows nothing of it.
     """
-    found = impacts.impact(open_index(open_store(store_url)), what)
+    found = impacts.impact(_index(open_store(store_url)), what)
     if as_json:
         print_json(found.to_json())
     else:
@@ -81,7 +90,7 @@ def diff(store_url: str, before: str, after: str, *, code: bool, as_json: bool) 
         UnknownName: there is no such artifact.
     """
     store = open_store(store_url)
-    index = open_index(store)
+    index = _index(store)
     found = compare.compare(index, *(resolve(store, name, index).digest for name in (before, after)))
     if as_json:
         print_json(found.to_json())
@@ -96,7 +105,7 @@ def trace(store_url: str, name: str, step: int, *, as_json: bool) -> None:
         UnknownName: there is no such checkpoint or step, or where its data came from is not recorded.
     """
     store = open_store(store_url)
-    index = open_index(store)
+    index = _index(store)
     found = traced.consumed(index, resolve(store, name, index).digest, step)
     if as_json:
         print_json(found.to_json())
@@ -112,7 +121,7 @@ def why(store_url: str, step: str, run: str | None, *, as_json: bool) -> None:
     """
     store = open_store(store_url)
     name = find_run(store, run)["id"] if run is not None else None
-    found = reasons.why(open_index(store), step, name)
+    found = reasons.why(_index(store), step, name)
     if as_json:
         print_json(found.to_json())
     else:
@@ -121,7 +130,7 @@ def why(store_url: str, step: str, run: str | None, *, as_json: bool) -> None:
 
 def runs(store_url: str, *, recipe: str | None, state: str | None, number: int, as_json: bool) -> None:
     """Runs, newest first, each with its cost."""
-    index = open_index(open_store(store_url))
+    index = _index(open_store(store_url))
     found = queries.runs(index, recipe=recipe, state=state, limit=number)
     if as_json:
         print_json([asdict(run) | {"cost": costs.run_cost(index, run.name).to_json()} for run in found])
@@ -148,7 +157,7 @@ def cost(store_url: str, what: str | None, *, as_json: bool) -> None:
         UnknownName: there is no such run or artifact.
     """
     store = open_store(store_url)
-    index = open_index(store)
+    index = _index(store)
     if what is None:
         found = {ref.name: costs.model_cost(index, ref.artifact) for ref in queries.all_refs(index)}
         if as_json:
@@ -210,7 +219,7 @@ def attest(store_url: str, name: str, output: Path | None, *, folder: Path | Non
     from flows.lineage.graph import trace
 
     store = open_store(store_url)
-    index = open_index(store)
+    index = _index(store)
     digest = resolve(store, name, index).digest
     manifest = read_manifest(store, digest)
     made = statements.statement(trace(store, digest, index), manifest)

@@ -132,6 +132,7 @@ def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_word(folder: Pat
     ("key", "data", "arguments", "said", "left_out"),
     [
         ("runs/old-heron.json", b'{"id": "old-', ["status"], "brave-tern", "runs/old-heron.json in store"),
+        ("runs/old-heron.json", b"[]", ["runs"], "brave-tern", "runs/old-heron.json in store"),
         ("runs/old-heron.json", b"[]", ["lineage", "raw"], "source", "runs/old-heron.json in store"),
         ("refs/bad.json", b"{}", ["refs"], "production", "refs/bad.json in store"),
         (f"results/sft/{'ab' * 32}.json", b"{", ["du"], "1 artifact", f"results/sft/{'ab' * 32}.json in store"),

@@ -25,7 +25,7 @@ from stages.examples.arithmetic import prompts as arithmetic_prompts
 from stages.tokenize.dataset import read_packed
 
 # Two runs of the miniature come before the first test; on a machine that is busy they take long.
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
