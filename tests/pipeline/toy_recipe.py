@@ -86,7 +86,8 @@ def run(context):
     samples = [{"prompt": "What is 0 + 1?", "answers": answers}]
     report = {"models": models, "counts": {"prompts": 500}, "samples": samples}
     (context.output / "report.json").write_text(json.dumps(report))
-    context.summary(models=len(labels))
+    figures = {f"{name}/exact_match": values["exact_match"] for name, values in models.items()}
+    context.summary(models=len(labels), **figures)
 """
 RECIPE = """
 name: toy
