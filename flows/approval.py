@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from uuid import UUID
 
 import httpx
 from prefect import get_client, get_run_logger, pause_flow_run
+from prefect.client.schemas.responses import SetStateStatus
 from prefect.exceptions import FlowPauseTimeout, PrefectHTTPStatusError
 from prefect.input import RunInput, delete_flow_run_input, read_flow_run_input
 from prefect.input.run_input import keyset_from_base_key
@@ -23,6 +25,7 @@ from prefect.runtime import flow_run
 from pydantic import Field
 
 POLL_SECONDS = 3
+MARGIN_SECONDS = 3600  # that the pause lasts beyond the time to answer
 
 
 class Approval(RunInput):
@@ -54,18 +57,58 @@ def ask(question: str, hours: float) -> Answer:
     key = f"approval-{attempt}"
     form = Approval.with_initial_data(description=question, promote=False, why="")
     seconds = max(1, round(hours * 3600))
-    end = time.monotonic() + seconds
     get_run_logger().info("The run waits for an approval, for %g hours at most.", hours)
+    lapse = _Lapse(seconds)
     try:
-        given = pause_flow_run(wait_for_input=form, timeout=seconds, poll_interval=POLL_SECONDS, key=key)
-    except FlowPauseTimeout:
-        given = None
-    except (httpx.HTTPError, PrefectHTTPStatusError):
-        given = _go_on_asking(key, end)
-    if given is None:
+        try:
+            given = pause_flow_run(
+                wait_for_input=form, timeout=seconds + MARGIN_SECONDS, poll_interval=POLL_SECONDS, key=key
+            )
+        except FlowPauseTimeout:
+            given = None
+        except (httpx.HTTPError, PrefectHTTPStatusError):
+            given = _go_on_asking(key, time.monotonic() + seconds + MARGIN_SECONDS)
+    finally:
+        lapse.end()
+    if given is None or lapse.came:
         return Answer(False, f"nobody answered within {hours:g} hours")
     _take(key)
     return Answer(bool(given.promote), given.why)
+
+
+class _Lapse:
+    """Resumes the paused run with a no when the time to answer is over.
+
+    Prefect fails a run whose pause has timed out, whatever the flow does then; so the pause itself lasts longer.
+
+    Attributes:
+        came: whether the time was over before anybody answered.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.came = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._wait, args=(UUID(str(flow_run.get_id())), seconds), name="lapse", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _wait(self, flow_run_id: UUID, seconds: float) -> None:
+        pause = seconds
+        while not self._over.wait(pause):
+            pause = POLL_SECONDS
+            try:
+                with get_client(sync_client=True) as client:
+                    answer = client.resume_flow_run(flow_run_id, run_input={"promote": False, "why": ""})
+            except (httpx.HTTPError, PrefectHTTPStatusError):  # the server is away
+                continue
+            if answer.status == SetStateStatus.ACCEPT:  # else it is not paused yet, or a person was first
+                self.came = True
+                return
 
 
 def _go_on_asking(key: str, end: float) -> Approval | None:

@@ -8,6 +8,7 @@ from uuid import UUID
 import pytest
 from installed import Installed, gone, processes_of, until
 from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.responses import SetStateStatus
 from prefect.states import Cancelling, Scheduled
 
 from stages.artifacts import open_store, read_ref, results
@@ -22,9 +23,14 @@ def cancel(installed: Installed, flow_run: UUID) -> None:
 
 
 def resume(installed: Installed, flow_run: UUID, **answer: object) -> None:
-    """As the page's form of a paused run does."""
-    with installed.client() as client:
-        client.resume_flow_run(flow_run, run_input=dict(answer))
+    """As the form of a paused run does, once it is there: the run is paused a moment before its form is saved."""
+
+    def accepted() -> bool:
+        with installed.client() as client:
+            given = client.resume_flow_run(flow_run, run_input=dict(answer))
+        return given.status == SetStateStatus.ACCEPT
+
+    until(accepted, 60, "the answer is taken")
 
 
 def start(installed: Installed, *overrides: str, step: str = "better") -> UUID:
