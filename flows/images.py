@@ -95,12 +95,12 @@ def _build(client: Any, name: str, base: str | None, index: str | None, tag: str
         )
         for answer in answers:
             if error := answer.get("error"):
-                raise RunnerError(_failed(target, error, said))
+                raise RunnerError(_failed(target, base, error, said))
             said += [line for line in re.split(r"[\r\n]+", answer.get("stream", "")) if line.strip()]
             if not quiet and said and answer.get("stream", "").startswith("Step "):
                 print(f"  {said[-1]}", file=sys.stderr, flush=True)
     except engine.APIError as error:
-        raise RunnerError(_failed(target, engine.explained(error), said)) from None
+        raise RunnerError(_failed(target, base, engine.explained(error), said)) from None
     except engine.AWAY as error:
         raise RunnerError(f"the Docker Engine at {engine.where()} went away during the build: {error}") from None
     image = client.images.get(target)
@@ -117,9 +117,10 @@ def _build(client: Any, name: str, base: str | None, index: str | None, tag: str
     }
 
 
-def _failed(target: str, error: str, said: list[str]) -> str:
+def _failed(target: str, base: str | None, error: str, said: list[str]) -> str:
     tail = "".join(f"\n  {line}" for line in said[-15:])
-    return f"image {target} cannot be built: {' '.join(error.split())}. The build said at its end:{tail}"
+    what = f"image {target} cannot be built" + (f" from base {base}" if base else "")
+    return f"{what}: {' '.join(error.split())}. The build said at its end:{tail}"
 
 
 def _context(name: str) -> IO[bytes]:
