@@ -51,7 +51,7 @@ def test_stages_killed_while_they_train_end_with_the_same_bytes(finished: Path, 
     assert artifacts(folder) == artifacts(finished)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_or_interrupted_goes_on_where_it_was(
     finished: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -19,6 +19,7 @@ from toy_stages import Toys
 from flows import listing
 from flows.display import Board
 from flows.execute import Execution, RunResult, execute
+from flows.lineage import verbs
 from flows.names import UnknownName, resolve
 from flows.plan import make_plan
 from flows.recipe import load_recipe
@@ -193,7 +194,9 @@ def test_a_halted_step_names_its_checkpoint_and_the_next_run_gives_another_resul
     listing.pull_to(str(store_url), step.kept, tmp_path / "kept", as_json=False)
     assert (tmp_path / "kept" / "step.txt").read_text() == "3"
     listing.status(str(store_url), "run-1", 1, as_json=False)
-    listing.lineage(str(store_url), step.kept, all_files=False, as_mermaid=False, as_json=False)
+    verbs.lineage(
+        str(store_url), step.kept, up=True, down=False, all_files=False, as_mermaid=False, limit=10, as_json=False
+    )
     shown = capsys.readouterr().out
     assert f"(checkpoint kept: {step.kept})" in shown
     assert "stage halted, run run-1" in shown

@@ -24,7 +24,11 @@ def test_a_triggered_run_ends_well_and_its_page_answers_what_ran_and_where_the_m
     run = installed.run("headrace/pipeline", recipe=recipe, overrides=["better.rate=0.31"])
     assert run.state_name == "Completed", run.state
     tasks = installed.tasks(run.id, 4)
-    assert {task.state_name for task in tasks.values()} == {"Completed"}
+    assert tasks["better"].state_name == "Completed"
+    assert {task.state_name for task in tasks.values()} <= {
+        "Completed",
+        "Cached",
+    }  # other tests run the first steps too
     pages = installed.pages(run.id)
     assert {"toy-run", "toy-metrics", "toy-loss", "toy-evaluation", "toy-lineage"} <= pages.keys()
     assert pages["toy-better-progress"].data == 100.0

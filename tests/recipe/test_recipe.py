@@ -113,9 +113,9 @@ def test_steps_come_after_what_they_need_and_until_leaves_the_rest_out(project: 
     text = GOOD.replace("steps:\n", "steps:\n  last: {stage: st.train, inputs: {data: corpus, model: dpo}}\n")
     recipe = load(project, text)
     assert recipe.order() == ["corpus", "base", "pairs", "dpo", "last", "report"]
-    assert recipe.order("base") == ["corpus", "base"]
+    assert recipe.order(["base"]) == ["corpus", "base"]
     with pytest.raises(RecipeError, match=r"--until bsae: no such step. Did you mean base\?"):
-        recipe.order("bsae")
+        recipe.order(["bsae"])
 
 
 def test_set_changes_settings_parameters_and_inputs(project: Path) -> None:
