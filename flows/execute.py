@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from flows.endings import ending, was_killed
 from flows.plan import Plan, PlannedStep, Planner
 from flows.recipe_model import RecipeError, Step
 from flows.record import git_state, run_document, step_document
@@ -389,14 +390,14 @@ class Execution:
             ), "never"
         if self.stopping and code == -signal.SIGTERM:
             return replace(result, status="stopped", message="stopped before it started"), "never"
-        message = handle.verdict or str(outcome.get("message") or "") or _ending(code)
+        message = handle.verdict or str(outcome.get("message") or "") or ending(code)
         if code == ExitCode.DONE:
             return replace(result, message="it says that it is done, but its result is not in the store"), "never"
         if self.stopping:
             return replace(result, status="stopped", message=message), "never"
         if handle.verdict or code in VERDICTS:
             return replace(result, message=message), "never"
-        return replace(result, message=message), "always" if code == ExitCode.STOPPED or _killed(
+        return replace(result, message=message), "always" if code == ExitCode.STOPPED or was_killed(
             code
         ) else "with progress"
 
@@ -490,23 +491,6 @@ class Execution:
             entry = self._document["steps"][result.step]
             entry |= step_document(result) | {"finished": _now()}
         self._tell(result.step, result.status, **step_document(result))
-
-
-def _ending(code: int) -> str:
-    """What is known of an attempt that said nothing of its end."""
-    try:
-        name = signal.Signals(-code).name if code < 0 else ""
-    except ValueError:
-        name = f"signal {-code}"
-    if name:
-        return f"killed by {name}{' (out of memory?)' if code == -signal.SIGKILL else ''}"
-    return f"ended with exit code {code} and said nothing; `headrace logs` shows what it printed"
-
-
-def _killed(code: int) -> bool:
-    """Whether a signal from outside ended the process. A process that aborts or faults itself has crashed."""
-    number = -code if code < 0 else code - 128  # 137 is what shells and containers make of SIGKILL
-    return number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def _now() -> str:

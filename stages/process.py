@@ -62,9 +62,10 @@ from stages.contract import (
 )
 from stages.environment import environment
 from stages.events import EventStream, StopFlag, json_line
-from stages.fingerprint import CodeError, Fingerprint, difference, stage_fingerprint
+from stages.fingerprint import CodeError
 from stages.halted import keep_halted
 from stages.os_errors import explained
+from stages.planned_code import check_code, check_late_code, code_of
 from stages.ranks import explain, follower_context, run_ranks
 
 CRASHED = 1
@@ -170,7 +171,7 @@ def _attempt(spec: StageSpec, scratch: Path, emit: EventStream, stop: StopFlag, 
     started = _now()
     _extend_path(spec.python_path)
     config = _config(spec)
-    code = _check_code(spec, config)
+    code = check_code(spec, config)
     store = open_store(spec.store)
     turn = _take_turn(spec, store, emit, stop)
     if isinstance(turn, Result):
@@ -254,8 +255,8 @@ def _compute(
         raise Refused(f"cannot make the scratch folder {scratch}: {explained(error)}") from error
     inputs = _fetch_inputs(spec, config, store, scratch / "inputs", stop)
     run, loaded = _import_stage(spec)
-    sources = _code(spec, config).sources()
-    _check_code(spec, config)  # after they were read, so they are what was planned
+    sources = code_of(spec, config).sources()
+    check_code(spec, config)  # after they were read, so they are what was planned
     work = WorkArea(store, spec.key, scratch / "work", warn=lambda text: _warn(emit, text), lease=lease)
     context = StageContext(
         config=config,
@@ -277,7 +278,7 @@ def _compute(
         except StageEnd as end:
             keep_halted(store, spec, end, code, started=started, finished=_now(), warn=lambda text: _warn(emit, text))
             raise
-        _check_late_code(spec, config, loaded)
+        check_late_code(spec, config, loaded)
         try:
             lease.check()  # before anything is uploaded in vain
             return _finish(spec, config, context, store, work, lease, code, sources, emit, started, begun)
@@ -358,49 +359,6 @@ def _config(spec: StageSpec) -> StageConfig:
                 f"step {spec.step}: stage {spec.stage} has no input {key} ({', '.join(Config.INPUTS) or 'none'})"
             )
     return config
-
-
-def _check_code(spec: StageSpec, config: StageConfig) -> dict[str, Any]:
-    """The code's fingerprint for the record; refuses code that is not what was planned.
-
-    Raises:
-        Refused: it changed since, or the user's code is missing or not Python.
-    """
-    planned = spec.record.get("code") or {}
-    try:
-        now = _code(spec, config)
-    except CodeError as error:
-        raise Refused(str(error)) from None
-    if planned.get("digest") not in (None, now.digest):
-        where = difference(planned.get("files", {}), now.files)
-        raise Refused(f"the code changed after the run was planned{': ' + where if where else ''}; run it again")
-    return {"digest": now.digest, "files": now.files} | planned
-
-
-def _code(spec: StageSpec, config: StageConfig) -> Fingerprint:
-    return stage_fingerprint(spec.stage, config.user_code(), [Path(folder) for folder in spec.python_path])
-
-
-def _check_late_code(spec: StageSpec, config: StageConfig, loaded: set[str]) -> None:
-    """Refuse a result when a module was imported during the run after it had been edited.
-
-    Modules that were loaded before the stage began run as they were, so an edit of those does no harm.
-    """
-    late = {_source(name) for name in set(sys.modules) - loaded}
-    planned = (spec.record.get("code") or {}).get("files")
-    if not planned:
-        return
-    try:
-        now = _code(spec, config).files
-    except CodeError:
-        return  # broken by an edit after everything was loaded
-    for path in planned.keys() & now.keys():
-        if planned[path]["sha256"] != now[path]["sha256"] and any(file.endswith("/" + path) for file in late):
-            raise Refused(f"the code changed while the step ran: {path} was edited and then imported; run it again")
-
-
-def _source(module: str) -> str:
-    return str(getattr(sys.modules.get(module), "__file__", None) or "").replace(os.sep, "/")
 
 
 def _fetch_inputs(spec: StageSpec, config: StageConfig, store: Store, folder: Path, stop: StopFlag) -> dict[str, Path]:
