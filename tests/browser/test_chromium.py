@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import small_store
-from conftest import Served
+from served_pages import Served
 from small_store import FIRST, SECOND
 
 from stages.artifacts import append_log, import_files, read_manifest, write_run

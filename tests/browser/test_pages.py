@@ -8,8 +8,8 @@ import re
 
 import pytest
 import small_store
-from conftest import Pages, pages_of
 from fastapi.testclient import TestClient
+from served_pages import Pages, pages_of
 from small_store import FIRST, SECOND
 
 from flows import figures

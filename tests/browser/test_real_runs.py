@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from conftest import ROOT
 from fastapi.testclient import TestClient
+from served_pages import ROOT
 
 from flows.lineage import queries, rows
 from flows.lineage.browser.app import create_app

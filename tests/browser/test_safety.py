@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import small_store
-from conftest import Pages, start_browse, stop
 from fastapi.testclient import TestClient
+from served_pages import Pages, start_browse, stop
 
 from flows.lineage import queries
 from flows.lineage.browser.app import create_app

@@ -11,23 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "pipeline"))
 
-from installed import Installed
-from toy_recipe import write_toy
-
-SETTINGS = """\
-store: store
-recipes: [toy.yaml, quickstart]
-nightly:
-  production: {recipe: toy.yaml, gate: ["exact_match >= 0.1"], warm_start: better.model}
-"""
-
-
-def prepared(folder: Path) -> Installed:
-    """A folder with the toy recipe and settings, for a `headrace up` that is not started yet."""
-    folder.mkdir(exist_ok=True)
-    write_toy(folder)
-    (folder / "headrace.yaml").write_text(SETTINGS)
-    return Installed(folder, folder / "home")
+from installed import Installed, prepared
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import Artifact, FlowRun, TaskRun
+from toy_recipe import write_toy
 
 from stages.artifacts import open_store, read_run
 
@@ -230,3 +231,19 @@ def gone(flow_run: UUID) -> None:
 def kill(pids: Iterable[int]) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+
+
+SETTINGS = """\
+store: store
+recipes: [toy.yaml, quickstart]
+nightly:
+  production: {recipe: toy.yaml, gate: ["exact_match >= 0.1"], warm_start: better.model}
+"""
+
+
+def prepared(folder: Path) -> Installed:
+    """A folder with the toy recipe and settings, for a `headrace up` that is not started yet."""
+    folder.mkdir(exist_ok=True)
+    write_toy(folder)
+    (folder / "headrace.yaml").write_text(SETTINGS)
+    return Installed(folder, folder / "home")

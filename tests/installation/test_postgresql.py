@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import prepared
-from installed import Installed
+from installed import Installed, prepared
 
 
 def programs() -> Path | None:
