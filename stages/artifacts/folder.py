@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from typing import IO
 
 from stages.artifacts.manifest import blob_key, check_path, sha256_hex
@@ -426,7 +426,11 @@ class FolderStore:
         try:
             folder.mkdir()
         except FileExistsError:
-            if not folder.is_dir():
+            try:
+                mode = folder.stat().st_mode
+            except FileNotFoundError:  # another process has made it, and a delete removed it as empty
+                return self._make_folder(folder)
+            if not S_ISDIR(mode):
                 raise StoreError(f"store {self.url}: {folder} is a file where a folder must be; move it away") from None
             return
         fsync_folder(folder.parent)

@@ -36,8 +36,10 @@ def test_a_triggered_run_ends_well_and_its_page_answers_what_ran_and_where_the_m
     document = installed.document(run.name)
     assert document is not None
     answer = str(pages["toy-run"].data)
-    assert "**4 ran**" in answer
-    assert f"The model** is better: `{document['steps']['better']['artifact'][:19]}`" in answer
+    assert re.search(r"\*\*[1-4] ran\*\*", answer)
+    made = document["steps"]["better"]["artifact"]
+    assert f"The model** is better: [`{made[:19]}`](" in answer
+    assert f"/artifact/{made})" in answer
     assert document["steps"]["better"]["artifact"] in str(pages["toy-metrics"].data)
     assert "| better | 50.0% |" in answer
 
