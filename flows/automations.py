@@ -65,47 +65,21 @@ async def apply_automations(client: PrefectClient) -> None:
     block = await _webhook(client)
     if block is not None:
         wanted += [
-            AutomationCore(
-                name=FAILURES,
-                description="Tells the webhook of every run that failed, crashed or ran out of time.",
-                trigger=EventTrigger(
-                    expect={f"prefect.flow-run.{name}" for name in ("Failed", "Crashed", "TimedOut")},
-                    match=_RUNS,
-                    match_related=_OURS,
-                    for_each={"prefect.resource.id"},
-                    posture=Posture.Reactive,
-                    threshold=1,
-                    within=timedelta(0),
-                ),
-                actions=[
-                    SendNotification(
-                        block_document_id=block,
-                        subject="{{ flow.name }} {{ flow_run.name }}: {{ flow_run.state.name }}",
-                        body=_BODY,
-                    )
-                ],
+            _notice(
+                block,
+                FAILURES,
+                "Tells the webhook of every run that failed, crashed or ran out of time.",
+                ("Failed", "Crashed", "TimedOut"),
+                _OURS,
+                "{{ flow.name }} {{ flow_run.name }}: {{ flow_run.state.name }}",
             ),
-            AutomationCore(
-                name=NIGHTS,
-                description="Tells the webhook what a night came to: promoted, refused, not approved.",
-                trigger=EventTrigger(
-                    expect={
-                        f"prefect.flow-run.{name}" for name in ("Promoted", "Refused", "Not approved", "Unchanged")
-                    },
-                    match=_RUNS,
-                    match_related=_NIGHTLY,
-                    for_each={"prefect.resource.id"},
-                    posture=Posture.Reactive,
-                    threshold=1,
-                    within=timedelta(0),
-                ),
-                actions=[
-                    SendNotification(
-                        block_document_id=block,
-                        subject="{{ flow_run.name }}: {{ flow_run.state.name }}",
-                        body=_BODY,
-                    )
-                ],
+            _notice(
+                block,
+                NIGHTS,
+                "Tells the webhook what a night came to: promoted, refused, not approved.",
+                ("Promoted", "Refused", "Not approved", "Unchanged"),
+                _NIGHTLY,
+                "{{ flow_run.name }}: {{ flow_run.state.name }}",
             ),
         ]
     for automation in wanted:
@@ -129,3 +103,23 @@ async def _webhook(client: PrefectClient) -> object:
         return (await client.read_block_document_by_name(BLOCK, "custom-webhook")).id
     except ObjectNotFound:
         return None
+
+
+def _notice(
+    block: object, name: str, description: str, states: tuple[str, ...], related: ResourceSpecification, subject: str
+) -> AutomationCore:
+    """Tells the webhook of each run among `related` that enters one of the states."""
+    return AutomationCore(
+        name=name,
+        description=description,
+        trigger=EventTrigger(
+            expect={f"prefect.flow-run.{state}" for state in states},
+            match=_RUNS,
+            match_related=related,
+            for_each={"prefect.resource.id"},
+            posture=Posture.Reactive,
+            threshold=1,
+            within=timedelta(0),
+        ),
+        actions=[SendNotification(block_document_id=block, subject=subject, body=_BODY)],
+    )
