@@ -9,8 +9,9 @@ demo: .venv/.run-installed
 	@$(BIN)/headrace run quickstart
 	@echo 'To type `headrace` as it stands above: . $(BIN)/activate'
 
+# Half of the time of a test goes by waiting for processes, so two files at a time.
 test: .venv/.dev-installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: .venv/.dev-installed
 	$(BIN)/python -m pytest -m slow

@@ -51,12 +51,19 @@ def test_stages_killed_while_they_train_end_with_the_same_bytes(finished: Path, 
     assert artifacts(folder) == artifacts(finished)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("number", "steps"),
+    [
+        (signal.SIGKILL, ("base", "grpo")),
+        pytest.param(signal.SIGKILL, TRAINED, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, TRAINED, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_is_killed_or_interrupted_goes_on_where_it_was(
-    finished: Path, tmp_path: Path, number: signal.Signals
+    finished: Path, tmp_path: Path, number: signal.Signals, steps: tuple[str, ...]
 ) -> None:
     folder = copy_project(tmp_path)
-    for step in TRAINED:
+    for step in steps:
         process = start([*RUN, "--json"], folder)
         command = psutil.Process(process.pid)
         stages: list[psutil.Process] = []

@@ -18,7 +18,9 @@ from stages.modeling.checkpoint import load_model
 from stages.reference.config import Config as ReferenceConfig
 from stages.reference.stage import run as reference
 
-BOTH = pytest.mark.parametrize("distribution", ["ddp", "fsdp2"])
+# Each stage is tried with one kind of ranks by default and with the other too among the slow tests.
+DDP_FIRST = pytest.mark.parametrize("distribution", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+FSDP2_FIRST = pytest.mark.parametrize("distribution", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
 GRPO = {
     "stage": "grpo",
     "train_batch_size": 16,
@@ -39,7 +41,7 @@ def key_of(text: str) -> str:
     return text.encode().hex()
 
 
-@BOTH
+@DDP_FIRST
 def test_pretrain_of_two_ranks_follows_the_curve_of_one(stages, distribution):
     settings = {"stage": "pretrain", "max_steps": 4, "hidden_size": 16, "num_hidden_layers": 2}
     settings |= {"num_attention_heads": 2, "per_device_train_batch_size": 2}
@@ -48,7 +50,7 @@ def test_pretrain_of_two_ranks_follows_the_curve_of_one(stages, distribution):
     assert figures(two, "loss") == pytest.approx(figures(one, "loss"), abs=1e-5)
 
 
-@BOTH
+@FSDP2_FIRST
 def test_dpo_of_two_ranks_follows_the_curve_of_one(stages, attempt, dataset, checkpoint, distribution):  # noqa: F811
     inputs = {"model": checkpoint, "data": dataset(preference_rows(12), checkpoint, format="preference")}
     log = attempt(ReferenceConfig(), inputs)
@@ -67,7 +69,7 @@ def test_dpo_of_two_ranks_follows_the_curve_of_one(stages, attempt, dataset, che
     assert one[0]["weight"] == two[0]["weight"] == 8
 
 
-@BOTH
+@DDP_FIRST
 def test_adapters_of_two_ranks_train_as_those_of_one_and_are_published(stages, dataset, checkpoint, distribution):  # noqa: F811
     prompts = dataset(prompt_rows(9), checkpoint, format="prompt")
     inputs = {
@@ -85,7 +87,10 @@ def test_adapters_of_two_ranks_train_as_those_of_one_and_are_published(stages, d
     assert content["base_model_name_or_path"] == f"artifact:{inputs['model']}"
 
 
-@pytest.mark.parametrize(("distribution", "iterations"), [("ddp", 1), ("fsdp2", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("distribution", "iterations"),
+    [("fsdp2", 2), *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("ddp", "fsdp2"))],
+)
 def test_grpo_of_two_ranks_samples_and_learns_as_one(stages, dataset, checkpoint, distribution, iterations):  # noqa: F811
     prompts = dataset(prompt_rows(9), checkpoint, format="prompt")
     inputs = {
@@ -109,6 +114,7 @@ def test_grpo_of_two_ranks_samples_and_learns_as_one(stages, dataset, checkpoint
     assert figures(one, "grad_norm") != [0.0] * 4
 
 
+@pytest.mark.slow
 def test_an_open_batch_of_completions_goes_on_with_another_number_of_ranks(stages, dataset, checkpoint):  # noqa: F811
     prompts = dataset(prompt_rows(9), checkpoint, format="prompt")
     inputs = {

@@ -88,7 +88,7 @@ def test_a_dataset_without_a_validation_split_is_refused(attempt, tmp_path):
         pretrain(attempt(config(eval_steps=1), {"data": data}).context)
 
 
-@pytest.mark.parametrize("distribution", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("distribution", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_ranks_share_the_measurement(stages, tmp_path, distribution):
     # 7 rows in passes of 2: two ranks have two passes each, one of which is only there to keep the ranks together.
     data = publish(stages.store, with_validation(tmp_path / "data"), "dataset")

@@ -134,7 +134,8 @@ for line in sys.stdin:
 """
 
 
-def test_killed_at_twenty_random_moments_it_still_ends_with_the_same_bytes(tmp_path):
+@pytest.mark.parametrize("wanted", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_it_still_ends_with_the_same_bytes(tmp_path, wanted):
     make_dataset(tmp_path / "data")
     # A save after each of the steps, so that most of the time something is being saved when the kill comes.
     config = PretrainConfig(**SIZES, **settings(max_steps=60, save_steps=1, optimizer="muon"))
@@ -161,10 +162,10 @@ def test_killed_at_twenty_random_moments_it_still_ends_with_the_same_bytes(tmp_p
 
         expected = folder_bytes(tmp_path / "whole" / "output")
         generator, kills, attempts, finished = random.Random(0), 0, 0, 0
-        while kills < 20 or not finished:
+        while kills < wanted or not finished:
             attempts += 1
             pid = start(f"killed-{attempts}", f"{finished:064x}")
-            if kills < 20:
+            if kills < wanted:
                 time.sleep(generator.uniform(0.0, 0.2))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
