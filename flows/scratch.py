@@ -58,15 +58,19 @@ class ScratchFolders:
         """Remove the run's folder."""
         self.remove(self._folder)
 
-    def sweep(self) -> None:
-        """Remove folders of runs of this host whose process is gone."""
+    def sweep(self) -> list[str]:
+        """Remove folders of runs of this host whose process is gone. Returns the names of these runs."""
         if not self._root.is_dir():
-            return
+            return []
+        runs = []
         for folder in self._root.iterdir():
-            _, _, rest = folder.name.partition("@")
+            run, _, rest = folder.name.partition("@")
             host, _, pid = rest.rpartition("@")
-            if host == self._host and pid.isdigit() and not _alive(int(pid)) and _quiet(folder):
-                self.remove(folder)
+            if host == self._host and pid.isdigit() and not _alive(int(pid)):
+                runs.append(run)
+                if _quiet(folder):
+                    self.remove(folder)
+        return runs
 
 
 def _quiet(folder: Path) -> bool:
