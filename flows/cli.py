@@ -413,13 +413,14 @@ def _drop_output() -> None:
 
 def _is_a_persons_error(error: Exception) -> bool:
     """Whether an error's message is meant for the user: those of recipes, stores and names. All others are defects."""
+    from flows.installation import NoHome
     from flows.local_server import NoServer
     from flows.names import UnknownName
     from flows.recipe_model import RecipeError
     from flows.runners.base import RunnerError
     from stages.artifacts import StoreError
 
-    return isinstance(error, RecipeError | UnknownName | StoreError | NoServer | RunnerError)
+    return isinstance(error, RecipeError | UnknownName | StoreError | NoServer | NoHome | RunnerError)
 
 
 if __name__ == "__main__":

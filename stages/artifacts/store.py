@@ -182,7 +182,10 @@ def open_store(url: str | Path) -> Store:
         return FolderStore(Path(unquote(parts.path)))
     if scheme:
         raise StoreError(f"{text}: unknown kind of store {scheme!r}; give a folder, a file:// or an s3:// URL")
-    return FolderStore(Path(text).expanduser())
+    try:
+        return FolderStore(Path(text).expanduser())
+    except RuntimeError:
+        raise StoreError(f"store {text}: there is no such home folder; give the whole path with --store") from None
 
 
 def leave_out(error: StoreError) -> None:
