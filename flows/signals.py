@@ -1,7 +1,7 @@
 """What Ctrl-C, SIGTERM and SIGHUP mean: to the command before a run has begun, and to a run.
 
-Signals are handled in the main thread only; elsewhere both blocks do nothing. A signal that was ignored when the command
-started stays so: `nohup headrace run` outlives its terminal, and a job in a script's background its Ctrl-C.
+Signals are handled in the main thread only; elsewhere both blocks do nothing. A signal that was ignored when the
+command started stays so: `nohup headrace run` outlives its terminal, and a job in a script's background its Ctrl-C.
 """
 
 from __future__ import annotations

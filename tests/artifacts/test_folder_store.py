@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from stages.artifacts import (
 )
 from stages.artifacts.leases import GC_KEY
 from stages.artifacts.manifest import blob_key
+from stages.artifacts.store import copy_stream, in_parallel
 from stages.os_errors import explained
 
 
@@ -154,6 +156,17 @@ def test_a_file_that_cannot_be_stored_is_not_called_unwritable_itself(tmp_path: 
     (tmp_path / "store" / blob_key(hashlib.sha256(b"rows").hexdigest())).mkdir(parents=True)
     with pytest.raises(StoreError, match=r"store: cannot write a copy of .*rows\.txt: Is a directory"):
         open_store(tmp_path / "store").put_blobs([tmp_path / "rows.txt"])
+
+
+def test_copies_end_when_what_they_are_for_has_failed() -> None:
+    def work(item: str) -> None:
+        if item == "fails":
+            raise ValueError(item)
+        with open("/dev/zero", "rb") as endless:
+            copy_stream(endless, None, Path("/dev/zero"))
+
+    with pytest.raises(ValueError, match="fails"), ThreadPoolExecutor(2) as pool:
+        in_parallel(pool, work, ["copies", "fails", "copies"])
 
 
 def test_too_many_open_files_are_one_sentence(tmp_path: Path) -> None:
