@@ -13,7 +13,10 @@ import contextlib
 import io
 import json
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -370,7 +373,8 @@ def main() -> None:
         print(f"headrace: the current folder cannot be used ({error.strerror}); change to another", file=sys.stderr)
         raise SystemExit(BAD_REQUEST) from None
     try:
-        app(standalone_mode=True)
+        with _interrupted_by_signals():
+            app(standalone_mode=True)
     except BrokenPipeError:  # `headrace logs | head`
         _drop_output()
         raise SystemExit(1) from None
@@ -388,6 +392,28 @@ def main() -> None:
             raise
         print(f"headrace: {error}", file=sys.stderr)
         raise SystemExit(BAD_REQUEST) from None
+
+
+@contextlib.contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """For the time of the block, SIGTERM and SIGHUP are Ctrl-C, so that a verb removes what it had half done.
+
+    One that was ignored from the start (`nohup`) stays so.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+
+        def interrupt(number: int, frame: object) -> None:
+            raise KeyboardInterrupt
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _prepare_output() -> None:
@@ -413,13 +439,14 @@ def _drop_output() -> None:
 
 def _is_a_persons_error(error: Exception) -> bool:
     """Whether an error's message is meant for the user: those of recipes, stores and names. All others are defects."""
+    from flows.installation import NoHome
     from flows.local_server import NoServer
     from flows.names import UnknownName
     from flows.recipe_model import RecipeError
     from flows.runners.base import RunnerError
     from stages.artifacts import StoreError
 
-    return isinstance(error, RecipeError | UnknownName | StoreError | NoServer | RunnerError)
+    return isinstance(error, RecipeError | UnknownName | StoreError | NoServer | NoHome | RunnerError)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,12 @@ class DeploySettings(BaseModel):
 
     def path_of(self, recipe: str) -> str:
         """What loads a recipe from any folder: a built-in name, or an absolute path."""
-        return recipe if not _is_path(recipe) else os.path.normpath(self.folder / Path(recipe).expanduser())
+        if not _is_path(recipe):
+            return recipe
+        try:
+            return os.path.normpath(self.folder / Path(recipe).expanduser())
+        except RuntimeError:
+            raise RecipeError(f"{recipe}: there is no such home folder.") from None
 
     def recipes_by_name(self) -> dict[str, Recipe]:
         """Every recipe that can be chosen, read, by what is chosen: its name or path as the settings have it.
@@ -153,7 +158,10 @@ def _completed(settings: DeploySettings, folder: Path) -> DeploySettings:
     """With absolute paths, a nightly deployment where none is asked for, and recipes that have been tried."""
     store = settings.store
     if "://" not in store:
-        store = os.path.normpath(folder / Path(store).expanduser())
+        try:
+            store = os.path.normpath(folder / Path(store).expanduser())
+        except RuntimeError:
+            raise RecipeError(f"store {store}: there is no such home folder; give the whole path.") from None
     nightly = settings.nightly or {"production": NightlySettings(recipe="quickstart")}
     completed = settings.model_copy(update={"folder": folder, "store": store, "nightly": nightly})
     completed.recipes_by_name()

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,12 +35,14 @@ from flows.runners.base import Handle, Runner, RunnerError
 from flows.scratch import ScratchFolders
 from flows.sources import bring
 from stages.artifacts import (
+    Damaged,
     Result,
     StoreError,
     append_log,
     keep_code,
     log_key,
     read_result,
+    read_run,
     write_result,
     write_run,
 )
@@ -206,7 +208,10 @@ class Execution:
 
     def begin(self) -> None:
         """Write the run's document and say which steps wait."""
-        self._scratch.sweep()
+        for killed in self._scratch.sweep():
+            with suppress(Damaged, ValueError):
+                if (run := read_run(self.plan.store, killed)) is not None and run.get("state") == "killed":
+                    write_run(self.plan.store, run)  # so that other machines see it too
         write_run(self.plan.store, self._document)
         for planned in self.plan.steps:
             self._tell(planned.step, "waiting", reason=planned.reason)

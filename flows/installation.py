@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+from stages.os_errors import explained
+
 
 @dataclass(frozen=True)
 class Addresses:
@@ -26,11 +28,42 @@ class Addresses:
     browser: str = ""
 
 
+class NoHome(Exception):
+    """There is no folder for the installation; the message says how to give one."""
+
+
+def user_home() -> Path | None:
+    """The user's home folder; None where the system knows of none (a container's user that has no name)."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
 def home() -> Path:
-    """The folder, made if missing, readable by its owner only."""
-    folder = Path(os.environ.get("HEADRACE_HOME") or Path.home() / ".headrace").expanduser().absolute()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """The folder, made if missing, readable by its owner only.
+
+    Raises:
+        NoHome: there is none, or it cannot be made.
+    """
+    folder = _place()
+    if folder is None:
+        raise NoHome("this user has no home folder; set HEADRACE_HOME to a folder for the installation's data")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise NoHome(f"cannot make {folder}: {explained(error)}; set HEADRACE_HOME to another folder") from None
     return folder
+
+
+def _place() -> Path | None:
+    given, base = os.environ.get("HEADRACE_HOME"), user_home()
+    try:
+        if given:
+            return Path(given).expanduser().absolute()
+    except RuntimeError:
+        raise NoHome(f"HEADRACE_HOME is {given}, and there is no such home folder; give the whole path") from None
+    return base / ".headrace" if base is not None else None
 
 
 def lock() -> IO[str] | None:
@@ -60,8 +93,9 @@ def withdraw() -> None:
 
 def running() -> Addresses | None:
     """The addresses of the `headrace up` that runs; None where none does."""
-    path = Path(os.environ.get("HEADRACE_HOME") or Path.home() / ".headrace").expanduser() / "up.json"
-    if not path.is_file():
+    folder = _place()
+    path = folder / "up.json" if folder is not None else None
+    if path is None or not os.access(path, os.R_OK):
         return None
     held = lock()
     if held is not None:  # nobody holds it: it was killed

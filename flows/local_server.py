@@ -12,11 +12,14 @@ Invariants:
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -39,12 +42,36 @@ class NoServer(Exception):
 def quiet_prefect() -> None:
     """Set, unless the user has, what Prefect reads from the environment; call before prefect is imported.
 
-    No analytics, and only errors on the console: its log goes to its API, the terminal belongs to the display.
+    No analytics, and only errors on the console: its log goes to its API, the terminal belongs to the display. Where
+    Prefect's folder cannot be written, it gets one that goes with this process.
     """
+    _house_prefect()
     os.environ.setdefault("DO_NOT_TRACK", "1")
     os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", str(STARTUP_SECONDS))
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "ERROR")
+
+
+def _house_prefect() -> None:
+    home = installation.user_home()
+    if os.environ.get("PREFECT_HOME") or (home is not None and _can_be_written(home / ".prefect")):
+        return
+    made = tempfile.mkdtemp(prefix="headrace-prefect-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    os.environ["PREFECT_HOME"] = made
+    if home is None:
+        os.environ["HOME"] = made  # Prefect asks for it when it is imported
+    elif (profiles := home / ".prefect" / "profiles.toml").exists():
+        os.environ.setdefault("PREFECT_PROFILES_PATH", str(profiles))
+
+
+def _can_be_written(folder: Path) -> bool:
+    try:
+        while not folder.exists():
+            folder = folder.parent
+    except OSError:  # a folder above it may not be looked into
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def configured_api() -> str | None:

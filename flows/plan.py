@@ -37,6 +37,7 @@ from stages.artifacts import (
     result_key,
     results,
 )
+from stages.artifacts.cache import cache_folder
 from stages.fingerprint import Fingerprint, stage_fingerprint, stage_key, user_fingerprint
 
 
@@ -371,11 +372,12 @@ def _resolve_sources(
     return found
 
 
-def cache_path(store: Store) -> Path:
+def cache_path(store: Store) -> Path | None:
     """Where the hashes of source files are remembered: in the store's folder, or the user's cache for other stores."""
     if isinstance(store, FolderStore):
         return store.root / "cache" / "hashes.json"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "hashes.json"
+    folder = cache_folder()
+    return folder / "hashes.json" if folder is not None else None
 
 
 def _made(result: Result) -> dict[str, Any]:

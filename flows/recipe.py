@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flows.recipe_errors import Mistakes, describe_errors, kind_of, plain, quoted
-from flows.recipe_inputs import check_cycles, check_kinds, read_inputs
+from flows.recipe_inputs import check_cycles, check_kinds, name_problem, read_inputs
 from flows.recipe_model import BUILT_IN, InputRef, Recipe, RecipeError, Step, near, paths_start_from, stage_names
 from flows.recipe_yaml import Document, YamlError, parse, parse_value
 from flows.recipe_yaml import Path as Where
@@ -272,6 +272,11 @@ class _Reader:
         if folders is None:
             result = [] if self.path.parent == BUILT_IN else [self.path.parent]
         else:
+            bad = {index: problem for index, folder in enumerate(folders) if (problem := name_problem(folder))}
+            for index, problem in bad.items():
+                self.bad.add(("python_path", index), f"python_path: {quoted(folders[index])} {problem}.")
+            if bad:
+                return []
             result = [(self.path.parent / Path(folder).expanduser()).absolute() for folder in folders]
         for index, folder in enumerate(result):
             if not folder.is_dir():

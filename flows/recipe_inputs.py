@@ -116,7 +116,7 @@ class _References:
         if not isinstance(given, str) or not given:
             self.bad.add(path, f"{step}: input {name} names a step, a reference or a file, not {kind_of(given)}.")
             return None
-        if problem := _check_name(given):
+        if problem := name_problem(given):
             self.bad.add(path, f"{step}: input {name}: {quoted(given)} {problem}.")
             return None
         if given.startswith("stdlib:"):
@@ -206,7 +206,7 @@ def _outputs(steps: dict[str, Step], reader: Step) -> list[tuple[str, str, str |
     return result
 
 
-def _check_name(given: str) -> str:
+def name_problem(given: str) -> str:
     """Why no file can have the name that an input is given; "" if one can."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", given):
         return "is a URL, and nothing is fetched from one; download it and give the path of the file"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import stages
 from flows.plan import Plan
+from stages.artifacts import processes
 
 if TYPE_CHECKING:
     from flows.execute import StepResult
@@ -21,10 +22,11 @@ def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
     """The document of a run that has just begun.
 
     It holds id, recipe (name), recipe_path, recipe_text, overrides, parameters, until, force, accept_code, store,
-    sources ("step.input" -> digest of what comes from outside the run), host, pid, state ("running", then "done",
-    "failed" or "stopped"), started, finished (ISO 8601, UTC), seconds, and `steps`: for each step stage, needs, inputs,
-    status, reason, key, artifact, outputs, seconds, metrics, message, code, attempts, saved_step, kept, logs, started,
-    finished.
+    sources ("step.input" -> digest of what comes from outside the run), host, pid, place and born (which process that
+    is, see `stages.artifacts.processes`), state ("running", then "done", "failed" or "stopped"; "killed" where the
+    process could not say its end), started, finished (ISO 8601, UTC), seconds, and `steps`: for each step stage, needs,
+    inputs, status, reason, key, artifact, outputs, seconds, metrics, message, code, attempts, saved_step, kept, logs,
+    started, finished.
     """
     recipe = plan.recipe
     return {
@@ -41,6 +43,8 @@ def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
         "sources": {f"{step}.{name}": source.digest for (step, name), source in plan.sources.items() if source.digest},
         "host": platform.node(),
         "pid": os.getpid(),
+        "place": processes.place(),
+        "born": processes.born(os.getpid()),
         "state": "running",
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "finished": None,

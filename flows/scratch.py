@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -23,8 +24,8 @@ _QUIET_SECONDS = 900.0
 class ScratchFolders:
     """Makes and removes the scratch folders of one run.
 
-    They lie in the store's folder (`scratch/`), or in HEADRACE_SCRATCH or the system's folder for temporary files for
-    other stores.
+    They lie in HEADRACE_SCRATCH where that is set, else in the store's folder (`scratch/`), or for other stores in a
+    folder of this user's among the system's temporary files.
     """
 
     def __init__(self, store: Store, run: str) -> None:
@@ -33,7 +34,7 @@ class ScratchFolders:
         elif isinstance(store, FolderStore):
             self._root = store.root / "scratch"
         else:
-            self._root = Path(tempfile.gettempdir()) / "headrace"
+            self._root = private_folder("headrace")
         self._host = re.sub(r"[^\w.-]", "-", platform.node()) or "host"
         self._folder = self._root / f"{run}@{self._host}@{os.getpid()}"
 
@@ -58,15 +59,36 @@ class ScratchFolders:
         """Remove the run's folder."""
         self.remove(self._folder)
 
-    def sweep(self) -> None:
-        """Remove folders of runs of this host whose process is gone."""
+    def sweep(self) -> list[str]:
+        """Remove folders of runs of this host whose process is gone. Returns the names of these runs."""
         if not self._root.is_dir():
-            return
+            return []
+        runs = []
         for folder in self._root.iterdir():
-            _, _, rest = folder.name.partition("@")
+            run, _, rest = folder.name.partition("@")
             host, _, pid = rest.rpartition("@")
-            if host == self._host and pid.isdigit() and not _alive(int(pid)) and _quiet(folder):
-                self.remove(folder)
+            if host == self._host and pid.isdigit() and not _alive(int(pid)):
+                runs.append(run)
+                if _quiet(folder):
+                    self.remove(folder)
+        return runs
+
+
+def private_folder(name: str) -> Path:
+    """A folder for temporary files that all processes of this user share, and no other user can reach into.
+
+    Raises:
+        StoreError: it cannot be made, or its name is taken by another user.
+    """
+    folder = Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise StoreError(f"cannot make {folder}: {explained(error)}; set TMPDIR to a folder of yours") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StoreError(f"{folder} belongs to another user; set TMPDIR to a folder of yours")
+    return folder
 
 
 def _quiet(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """What Ctrl-C, SIGTERM and SIGHUP mean: to the command before a run has begun, and to a run.
 
-Signals are handled in the main thread only; elsewhere both blocks do nothing.
+Signals are handled in the main thread only; elsewhere both blocks do nothing. A signal that was ignored when the
+command started stays so: `nohup headrace run` outlives its terminal, and a job in a script's background its Ctrl-C.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def _handling(handler: Callable[[int, object], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:

@@ -155,13 +155,15 @@ def open_index(store: Store, *, fresh: bool = True, progress: Callable[[int], No
 
 
 def _place(store: Store) -> Path:
-    folder = cache_folder() / "index"
+    caches = cache_folder()
+    folder = caches / "index" if caches is not None else None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        usable = os.access(folder, os.W_OK)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        usable = folder is not None and os.access(folder, os.W_OK)
     except OSError:
         usable = False
-    if not usable:
+    if folder is None or not usable:
         if os.environ.get("HEADRACE_CACHE_DIR"):
             raise StoreError(f"the cache folder {folder} cannot be written; set HEADRACE_CACHE_DIR to another one")
         folder = Path(tempfile.mkdtemp(prefix="headrace-index-"))  # for this process alone; costs a first index

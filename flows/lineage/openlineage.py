@@ -92,6 +92,8 @@ def run_events(store: Store, run: str) -> Iterator[Any]:
         raise StoreError(f"store {store.url} has no run {run}")
     if document.get("state") == "running":
         raise StoreError(f"run {run} still goes on; its events are emitted when it has ended")
+    if not document.get("finished"):
+        raise StoreError(f"run {run} was killed and could not say how it ended; there are no events of it")
     recipe = str(document.get("recipe") or "recipe")
     engine = processing_engine_run.ProcessingEngineRunFacet(version=_version(), name="Headrace")
 

@@ -10,13 +10,14 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime
 from itertools import islice
 from typing import Any
 
 from pydantic_core import from_json
 
-from stages.artifacts import NotInStore, ObjectInfo, Store
+from stages.artifacts import Damaged, NotInStore, ObjectInfo, Store, read_run
 from stages.artifacts.changes import changed_parts
 
 PREFIXES = ("manifests/", "results/", "refs/", "runs/")
@@ -83,8 +84,20 @@ class Refresh:
             if read % 1000 == 0:
                 self.progress(read)
         self._flush()
+        self._find_killed()
         self._settle(bool(gone))
         return read, len(gone)
+
+    def _find_killed(self) -> None:
+        """Look again at runs that go on: one whose process was killed says nothing more, and its object stays."""
+        for number, name in self.db.execute("SELECT id, name FROM runs WHERE state = 'running'").fetchall():
+            with suppress(Damaged, ValueError):
+                document = read_run(self.store, name)
+                if document is not None and document.get("state") == "killed":
+                    self.db.execute("UPDATE runs SET state = 'killed' WHERE id = ?", (number,))
+                    for step, entry in document["steps"].items():
+                        sql = "UPDATE steps SET status = ? WHERE run = ? AND step = ?"
+                        self.db.execute(sql, (entry.get("status"), number, step))
 
     def _contents(
         self, changed: list[tuple[ObjectInfo, str, int | None]]

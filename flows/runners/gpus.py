@@ -11,12 +11,12 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import threading
 from pathlib import Path
 from typing import IO
 
 from flows.runners.base import RunnerError
+from flows.scratch import private_folder
 
 _POLL = 1.0  # seconds between two looks at GPUs that other processes have
 
@@ -103,6 +103,4 @@ class GpuPool:
 
 def _lock_path(gpu: str) -> Path:
     """The file of a GPU, the same for every process of this user."""
-    folder = Path(tempfile.gettempdir()) / f"headrace-gpus-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder / f"{re.sub(r'[^A-Za-z0-9-]', '_', gpu)}.lock"
+    return private_folder("headrace-gpus") / f"{re.sub(r'[^A-Za-z0-9-]', '_', gpu)}.lock"

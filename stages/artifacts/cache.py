@@ -59,6 +59,8 @@ def open_cache() -> BlobCache | None:
     if size == 0:
         return None
     asked, root = os.environ.get("HEADRACE_CACHE_DIR"), cache_folder()
+    if root is None:
+        return None
     try:
         for name in ("blobs", "partial"):
             (root / name).mkdir(parents=True, exist_ok=True)
@@ -70,10 +72,15 @@ def open_cache() -> BlobCache | None:
     return BlobCache(root, size) if usable else None
 
 
-def cache_folder() -> Path:
-    """Where this user's caches on this machine lie, whether or not it is there: see `open_cache`."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("HEADRACE_CACHE_DIR") or os.path.join(home, "headrace")).absolute()
+def cache_folder() -> Path | None:
+    """Where this user's caches on this machine lie, whether or not it is there: see `open_cache`.
+
+    None where nothing says so, and the user has no home folder (in a container, say).
+    """
+    if asked := os.environ.get("HEADRACE_CACHE_DIR"):
+        return Path(asked).absolute()
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if folder.startswith("~") else Path(folder, "headrace").absolute()
 
 
 def parse_size(text: str) -> int:

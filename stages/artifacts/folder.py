@@ -252,7 +252,7 @@ class FolderStore:
         return [done[index] for index in range(len(paths))]
 
     def _put_blob(self, path: Path, entered: set[Path]) -> tuple[str, int]:
-        with open_source(path) as source, self._errors(str(path), "write"):
+        with open_source(path) as source, self._errors(f"a copy of {path}", "write"):
             size = os.fstat(source.fileno()).st_size  # one that grows is stored as it was
             if size <= _SMALL:
                 buffer = io.BytesIO()

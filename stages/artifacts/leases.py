@@ -28,11 +28,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from stages.artifacts import processes
 from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, leave_out
 
 GC_KEY = hashlib.sha256(b"gc").hexdigest()  # the key of the lease under which a gc removes things
@@ -88,7 +88,7 @@ class LeaseRecord(BaseModel):
 
     def is_dead(self) -> bool:
         """Whether the holder is known to be gone: a process of this host, boot and process namespace that ended."""
-        return bool(self.place) and self.place == _place() and _born(self.pid) != self.born
+        return processes.is_gone(self.place, self.pid, self.born)
 
 
 class Lease:
@@ -365,8 +365,8 @@ def _record(key: str, token: int, seconds: float, **about: Any) -> LeaseRecord:
         seconds=seconds,
         host=platform.node(),
         pid=os.getpid(),
-        place=_place(),
-        born=_born(os.getpid()),
+        place=processes.place(),
+        born=processes.born(os.getpid()),
         since=now,
         renewed=now,
         **about,
@@ -379,21 +379,3 @@ def _dump(record: LeaseRecord) -> bytes:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def _place() -> str:
-    """This boot of this host and the process namespace (containers have their own); "" where the system cannot say."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _born(pid: int) -> str:
-    """When a process of this namespace started, in ticks since boot; "" where there is none or it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]  # fields 3 and 22 of proc_pid_stat(5)

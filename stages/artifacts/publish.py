@@ -158,16 +158,17 @@ class HashCache:
     """Remembers the SHA-256 of files by path, size, times and inode, in a JSON file: planning reads no data twice.
 
     A file that changed less than two seconds before it was hashed is not remembered: it could change again within the
-    resolution of its time stamp. A cache that cannot be read or written is a cache that is empty.
+    resolution of its time stamp. A cache that cannot be read or written is a cache that is empty; without a path, it
+    lasts as long as the object.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.path = path
         self._lock = threading.Lock()
         self._changed = False
         self._entries: dict[str, list[int | str]] = {}
         try:
-            loaded = json.loads(path.read_bytes())
+            loaded = json.loads(path.read_bytes()) if path is not None else None
         except (OSError, ValueError):
             return
         if isinstance(loaded, dict):
@@ -218,7 +219,7 @@ class HashCache:
     def save(self) -> None:
         """Write what was learnt. Call it once, after hashing."""
         with self._lock:
-            if not self._changed:
+            if not self._changed or self.path is None:
                 return
             data = json.dumps(self._entries)
             self._changed = False

@@ -1,5 +1,10 @@
-"""Runs and their logs: what a run did, and what each of its steps said. Secrets in either are blanked before they are
-stored (see `stages.artifacts.secrets`)."""
+"""Runs and their logs: what a run did, and what each of its steps said.
+
+Invariants:
+- Secrets in either are blanked before they are stored (see `stages.artifacts.secrets`).
+- A run is "running" only as long as its process may live: what a killed process left behind is read as "killed", on the
+  machine where it ran at once, elsewhere once a later run there has written it down.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from stages.artifacts import processes
 from stages.artifacts.secrets import redact
 from stages.artifacts.store import Damaged, NotInStore, Store, is_segment, leave_out
 
@@ -42,7 +48,7 @@ def write_run(store: Store, run: dict[str, Any]) -> None:
 
 
 def read_run(store: Store, run: str) -> dict[str, Any] | None:
-    """What is known of a run, None if nothing.
+    """What is known of a run, None if nothing. One whose process has ended without a word is "killed".
 
     Raises:
         Damaged: the object is not a run.
@@ -56,7 +62,33 @@ def read_run(store: Store, run: str) -> dict[str, Any] | None:
         raise Damaged(f"{key} in store {store.url} is not JSON: {error}") from None
     if not isinstance(value, dict) or value.get("id") != run:
         raise Damaged(f"{key} in store {store.url} is not the run of that name")
-    return value
+    return as_it_is(value)
+
+
+def as_it_is(run: dict[str, Any]) -> dict[str, Any]:
+    """The document of a run, with the truth in place of the "running" that a process of this machine left at its end.
+
+    What ran then was "killed", what waited is "stopped".
+    """
+    if run.get("state") != "running" or not _is_gone(run):
+        return run
+    ends = {"running": "killed", "waiting": "stopped"}
+    steps = run.get("steps")
+    if isinstance(steps, dict):
+        steps = {
+            name: step | {"status": ends.get(str(step.get("status")), step.get("status"))}
+            if isinstance(step, dict)
+            else step
+            for name, step in steps.items()
+        }
+    return run | {"state": "killed"} | ({"steps": steps} if "steps" in run else {})
+
+
+def _is_gone(run: dict[str, Any]) -> bool:
+    place, pid, born = run.get("place"), run.get("pid"), run.get("born")
+    if not (isinstance(place, str) and type(pid) is int and isinstance(born, str)):
+        return False  # written before these were
+    return processes.is_gone(place, pid, born)
 
 
 def list_runs(store: Store) -> Iterator[dict[str, Any]]:

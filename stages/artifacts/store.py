@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, as_completed
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from stages.os_errors import explained
 CHUNK = 1 << 20
 _LOG = logging.getLogger("headrace.store")
 _LEFT_OUT: set[str] = set()
+_WORKER = threading.local()  # of a thread of `in_parallel`: `given_up` says that its work is for nothing
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -182,7 +184,10 @@ def open_store(url: str | Path) -> Store:
         return FolderStore(Path(unquote(parts.path)))
     if scheme:
         raise StoreError(f"{text}: unknown kind of store {scheme!r}; give a folder, a file:// or an s3:// URL")
-    return FolderStore(Path(text).expanduser())
+    try:
+        return FolderStore(Path(text).expanduser())
+    except RuntimeError:
+        raise StoreError(f"store {text}: there is no such home folder; give the whole path with --store") from None
 
 
 def leave_out(error: StoreError) -> None:
@@ -234,7 +239,10 @@ def copy_stream(source: IO[bytes], target: IO[bytes] | None, name: Path, at_most
     """Copy (or, without a target, only hash) in one pass. Returns the SHA-256 (hex) and the number of bytes."""
     digest = hashlib.sha256()
     size = 0
+    given_up: threading.Event | None = getattr(_WORKER, "given_up", None)
     while True:
+        if given_up is not None and given_up.is_set():
+            raise StoreError(f"copying {name} was given up, for what it was needed for has failed")
         try:
             chunk = source.read(CHUNK if at_most is None else min(CHUNK, at_most - size))
         except OSError as error:
@@ -264,12 +272,23 @@ def remove_folder(folder: Path) -> None:
 
 
 def in_parallel(pool: Executor, function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
-    """`map` whose first error is raised at once; calls that have not begun are dropped then."""
-    futures = [pool.submit(function, item) for item in items]
+    """`map` whose first error, or interrupt, is raised at once.
+
+    Calls that have not begun are dropped then, and copies that go on (`copy_stream`) end: nobody waits for gigabytes
+    that nobody wants any more.
+    """
+    given_up = threading.Event()
+
+    def call(item: _T) -> _R:
+        _WORKER.given_up = given_up
+        return function(item)
+
+    futures = [pool.submit(call, item) for item in items]
     try:
         for future in as_completed(futures):
             future.result()
         return [future.result() for future in futures]
     except BaseException:
+        given_up.set()
         pool.shutdown(wait=False, cancel_futures=True)
         raise

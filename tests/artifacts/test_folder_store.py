@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import resource
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,8 @@ from stages.artifacts import (
     read_manifest,
 )
 from stages.artifacts.leases import GC_KEY
+from stages.artifacts.manifest import blob_key
+from stages.artifacts.store import copy_stream, in_parallel
 from stages.os_errors import explained
 
 
@@ -145,6 +149,24 @@ def test_a_read_only_store_is_one_sentence(tmp_path: Path) -> None:
     )
     expected = f"store {tmp_path}/disk/store: cannot write new/k: the file system is mounted read-only"
     assert said == f"ReadOnlyStore {expected}; mount it for writing, or choose another place\n"
+
+
+def test_a_file_that_cannot_be_stored_is_not_called_unwritable_itself(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("rows")
+    (tmp_path / "store" / blob_key(hashlib.sha256(b"rows").hexdigest())).mkdir(parents=True)
+    with pytest.raises(StoreError, match=r"store: cannot write a copy of .*rows\.txt: Is a directory"):
+        open_store(tmp_path / "store").put_blobs([tmp_path / "rows.txt"])
+
+
+def test_copies_end_when_what_they_are_for_has_failed() -> None:
+    def work(item: str) -> None:
+        if item == "fails":
+            raise ValueError(item)
+        with open("/dev/zero", "rb") as endless:
+            copy_stream(endless, None, Path("/dev/zero"))
+
+    with pytest.raises(ValueError, match="fails"), ThreadPoolExecutor(2) as pool:
+        in_parallel(pool, work, ["copies", "fails", "copies"])
 
 
 def test_too_many_open_files_are_one_sentence(tmp_path: Path) -> None:

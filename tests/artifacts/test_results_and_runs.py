@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from stages.artifacts import (
     Store,
     append_log,
     list_runs,
+    processes,
     publish,
     read_log,
     read_result,
@@ -163,6 +166,29 @@ def test_runs_are_written_replaced_and_listed_newest_first(store: Store) -> None
     for bad in ({}, {"id": ""}, {"id": "../x"}, {"id": "a/b"}, {"id": "x", "y": object()}, {"id": "x", "y": math.nan}):
         with pytest.raises(ValueError):
             write_run(store, bad)
+
+
+def test_a_run_whose_process_was_killed_is_not_running_any_more(store: Store) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    steps = {"base": {"status": "running"}, "sft": {"status": "waiting"}, "data": {"status": "done"}}
+    here = {"pid": child.pid, "place": processes.place(), "born": processes.born(child.pid)}
+    run: dict[str, Any] = {"id": "golden-otter", "state": "running", "started": "2026", "steps": steps}
+    for number, process in enumerate((here, here | {"place": "another"}, {"pid": child.pid}, here | {"pid": "x"})):
+        write_run(store, run | {"id": f"otter-{number}"} | process)
+    write_run(store, run | {"id": "otter-4", "state": "done"} | here)
+    states = {found["id"]: found["state"] for found in list_runs(store)}
+    assert states == {f"otter-{number}": "running" for number in range(4)} | {"otter-4": "done"}
+    child.kill()
+    child.wait()
+    assert [(read_run(store, f"otter-{number}") or {})["state"] for number in range(1, 5)] == [*["running"] * 3, "done"]
+    killed = read_run(store, "otter-0")
+    assert killed is not None
+    assert killed["state"] == "killed"
+    assert {name: step["status"] for name, step in killed["steps"].items()} == {
+        "base": "killed",
+        "sft": "stopped",
+        "data": "done",
+    }
 
 
 def test_logs_grow_by_step_and_read_by_run_in_order_of_time(store: Store) -> None:

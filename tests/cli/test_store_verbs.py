@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from contextlib import chdir, redirect_stderr, redirect_stdout
@@ -63,6 +65,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name / "rows.txt").write_text(f"{name} " * 200)
         (tmp_path / name / "same.txt").write_text("the same " * 100)
     return tmp_path
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_verb_that_is_asked_to_end_leaves_nothing_half_done(folder: Path, number: signal.Signals) -> None:
+    headrace(folder, "import", "one", "--ref", "data")
+    blob = next(path for path in (folder / ".headrace" / "blobs").rglob("*") if path.is_file())
+    blob.unlink()
+    os.mkfifo(blob)  # the verb waits here until somebody writes
+    command = [sys.executable, "-c", "from flows.__main__ import main; main()", "pull", "data", "out"]
+    root = str(Path(__file__).resolve().parents[2])
+    process = subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": root}, stdout=subprocess.DEVNULL)
+    limit = time.monotonic() + 60
+    while not list(folder.glob(".out.*")) and time.monotonic() < limit:
+        time.sleep(0.05)
+    process.send_signal(number)
+    time.sleep(0.2)
+    os.close(os.open(blob, os.O_RDWR))
+    assert process.wait(60) == 130
+    assert not list(folder.glob("*out*")) + list(folder.glob(".out*"))
 
 
 def test_data_is_imported_promoted_rolled_back_and_its_history_shown(folder: Path) -> None:

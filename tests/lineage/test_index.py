@@ -15,7 +15,7 @@ from test_lineage import made, put
 
 from flows.lineage import queries
 from flows.lineage.index import Index, open_index
-from stages.artifacts import Store, import_files, open_store, promote, rollback, write_run
+from stages.artifacts import Store, import_files, open_store, processes, promote, rollback, write_run
 
 RUN: dict[str, Any] = {
     "id": "golden-otter",
@@ -215,6 +215,17 @@ def test_an_unwritable_cache_that_was_asked_for_is_an_error_and_another_is_done_
     monkeypatch.delenv("HEADRACE_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert names(queries.artifacts(open_index(store))) >= {"corpus", "sft"}
+
+
+def test_a_run_that_was_killed_is_found_though_its_document_stays_as_it_was(store: Store) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = {"pid": child.pid, "place": processes.place(), "born": processes.born(child.pid)}
+    write_run(store, RUN | process)
+    assert [run.state for run in queries.runs(open_index(store))] == ["running"]
+    child.kill()
+    child.wait()
+    [run] = queries.runs(open_index(store), state="killed")
+    assert (run.name, run.states) == ("golden-otter", {"killed": 1})
 
 
 def test_a_result_of_a_stage_with_kept_sources_is_a_child_of_them(store: Store, tmp_path: Path) -> None:

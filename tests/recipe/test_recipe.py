@@ -203,6 +203,9 @@ def test_side_outputs_artifacts_and_models_of_the_hub_can_be_named(project: Path
         ("name: example", "name: example\ncode: versoin", "recipe.yaml:3: code: should be 'closure' or 'version'"),
         ("name: example", "nam: example", "recipe.yaml:2: nam: no such field. Did you mean name?"),
         ("name: example", "python_path: [nowhere]", "python_path: there is no folder"),
+        ("name: example", "python_path: [~nosuchuser/x]", "python_path: '~nosuchuser/x' starts with ~, and there is"),
+        ("name: example", f"python_path: [{'x' * 300}]", "is too long for the name of a file."),
+        ("name: example", 'python_path: ["a\\0b"]', "python_path: 'a\\x00b' holds a NUL character"),
         ("  pairs:", "  pa/irs:", "'pa/irs' cannot be a step's name"),
         ("  pairs:", f"  {'p' * 101}:", "cannot be a step's name: letters, digits, - and _, a letter first, at most"),
         (

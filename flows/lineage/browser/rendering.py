@@ -32,6 +32,7 @@ STATES: dict[str, tuple[str, str]] = {
     "waiting": ("·", "waiting"),
     "failed": ("✗", "failed"),
     "stopped": ("■", "stopped"),
+    "killed": ("✗", "killed"),
     "skipped": ("–", "skipped"),
 }
 # The character that tells a kind of artifact without colour.

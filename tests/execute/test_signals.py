@@ -1,0 +1,52 @@
+"""Which signals stop a run: those that were not ignored when the command started."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flows.signals import SIGNALS, interrupting, stopping
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Stops:
+    """Counts how often an execution is told to stop."""
+
+    def __init__(self) -> None:
+        self.told: list[bool] = []
+
+    def stop(self, *, kill: bool = False) -> None:
+        self.told.append(kill)
+
+
+def test_each_signal_stops_a_run_and_the_second_kills(handlers: None) -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    stops: Any = Stops()
+    with stopping(stops, lambda count: None):
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stops.told == [False, True]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_what_nohup_or_a_script_had_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stops: Any = Stops()
+    with interrupting(), stopping(stops, lambda count: None):
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stops.told == []
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
