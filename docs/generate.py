@@ -118,6 +118,23 @@ relative to what the patterns have in common, never where they lie.
 An input that takes many artifacts takes a list (labelled by the names of steps; all plain files of the list are one
 artifact) or a mapping of labels: `models: {before: base, after: "hf:..."}`.
 
+## Data files
+
+A tokenize step reads these, each but Parquet also compressed (`.gz`, `.zst`); text is UTF-8:
+
+| Name | Rows |
+|---|---|
+| `.jsonl`, `.ndjson`, `.json` | one object a line, or one list of objects |
+| `.csv`, `.tsv` | records below a line of column names; all values are text |
+| `.parquet` | its rows |
+| `.txt`, `.md` | documents: whole files, or lines or paragraphs (`text_unit`) |
+
+Anything else is read by a function of your own (`reader`). The columns of a row are TRL's: `text`; `messages`, or
+`prompt` and `completion`; `prompt`, `chosen` and `rejected`; a `prompt` with columns for rewards. Templates take them
+from other columns (`prompt_template: "{question}"`). ShareGPT's `from` and `value` are read as role and content
+(`messages_field: conversations`), and `tools` may be JSON in a string. A row that does not fit ends the step, with
+its file and line, or is dropped and counted (`on_bad_rows: drop`).
+
 ## Identity
 
 A step is not run again while its *key* has a result in the store. The key is a hash of the stage's name, the fields

@@ -28,11 +28,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from flows import installation
 
 STARTUP_SECONDS = 120  # a cold start takes 20 to 28 s on a small machine; Prefect's own limit of 20 s fails there
 STOP_SECONDS = 10
+STARTS = 3  # of a server that ends while it starts, as one does whose database another one is just making or upgrading
 
 
 class NoServer(Exception):
@@ -127,6 +129,11 @@ class LocalServer:
     """A Prefect server in a process of its own, gone when this process is."""
 
     def __init__(self) -> None:
+        self._starts = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._starts += 1
         self.port = check_port(0)
         self.url = f"http://127.0.0.1:{self.port}/api"
         self._process = subprocess.Popen(
@@ -138,18 +145,22 @@ class LocalServer:
             env={**os.environ, "PYTHONPATH": with_this_package(os.environ.get("PYTHONPATH"))},
         )
         self._said: list[str] = []
-        threading.Thread(target=self._read, name="prefect-server-output", daemon=True).start()
+        output = self._process.stdout
+        threading.Thread(target=self._read, args=(output,), name="prefect-server-output", daemon=True).start()
 
     def wait(self, seconds: float = STARTUP_SECONDS) -> None:
-        """Return once the server answers.
+        """Return once the server answers. One that ends before it does is started again, up to `STARTS` times.
 
         Raises:
-            NoServer: it ended, or did not answer in time.
+            NoServer: it ended each time, or did not answer in time.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self._process.poll() is not None:
-                raise NoServer(self._failure(f"ended with code {self._process.returncode} while it started"))
+                if self._starts == STARTS:
+                    raise NoServer(self._failure(f"ended with code {self._process.returncode} while it started"))
+                self.stop()
+                self._start()
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                     if answer.status == 200:
@@ -170,10 +181,11 @@ class LocalServer:
         if self._process.stdin and not self._process.stdin.closed:
             self._process.stdin.close()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._said = [*self._said[-19:], line.decode(errors="replace").rstrip()]
+    def _read(self, output: IO[bytes]) -> None:
+        said: list[str] = []
+        self._said = said
+        for line in output:
+            said[:] = [*said[-19:], line.decode(errors="replace").rstrip()]
 
     def _failure(self, what: str) -> str:
         said = f" It said:\n{chr(10).join(self._said)}\n" if self._said else " "

@@ -197,7 +197,8 @@ class _Places:
         if not origin.path:
             return Place(origin.source, "", "", "", origin.number, "row")
         artifact = self._made.inputs[origin.source]
-        rows = self._made.config.get("reader") or origin.path.endswith(".parquet")
+        plain = origin.path.lower().removesuffix(".gz").removesuffix(".zst")
+        rows = self._made.config.get("reader") or plain.endswith((".parquet", ".json"))
         via = self._prompt(artifact, origin.number) if origin.path == _ROLLOUTS and origin.other else None
         sha256 = self._files(artifact).get(origin.path, "")
         return Place(origin.source, artifact, origin.path, sha256, origin.number, "row" if rows else "line", via)

@@ -78,7 +78,7 @@ def answer(
     if not prompt:
         raise ValueError("the prompt is empty")
     if raw or not getattr(tokenizer, "chat_template", None):
-        ids = tokenizer(prompt)["input_ids"]
+        ids = text_ids(tokenizer, prompt)
     else:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
@@ -99,6 +99,17 @@ def answer(
         generator=seeded_generator(seed, "sample") if temperature > 0 else None,
     )
     yield from text_pieces(tokenizer, tokens)
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """The ids of a text that is to be gone on with: with what the tokenizer begins texts with, and no end of text.
+
+    Some tokenizers put an end of text behind whatever they encode, after which a model begins something else.
+    """
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    start = tokenizer.bos_token_id
+    begins = start is not None and tokenizer("a")["input_ids"][:1] == [start]
+    return [start, *ids] if begins and ids[:1] != [start] else ids
 
 
 def text_pieces(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:

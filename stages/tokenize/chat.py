@@ -25,6 +25,7 @@ from stages.tokenize.readers import BadRow, all_strings, clean_text
 from stages.tokenize.tokenizer import Encoding, TextTokenizer
 
 _SPEAKERS = ("user", "assistant")  # who must say something in each turn
+_SHAREGPT = {"human": "user", "gpt": "assistant"}  # the names of its speakers; others are the same
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -41,6 +42,8 @@ class Rendered:
 def check_messages(value: Any, name: str) -> list[Message]:
     """Return `value` as a list of messages, without keys that are None (as Parquet fills them in).
 
+    Messages with "from" and "value" are those of ShareGPT, and become messages with "role" and "content".
+
     A turn of the user or the assistant must say something: text that is not blank, or else a call of a tool, reasoning
     or the like. A prompt and a completion that are strings must too. A system message or a tool's answer may be empty.
 
@@ -56,9 +59,13 @@ def check_messages(value: Any, name: str) -> list[Message]:
         if not isinstance(item, dict):
             raise BadRow("wrong_type", f'message {number} of "{name}" must be an object, not {type(item).__name__}')
         message = {key: part for key, part in item.items() if part is not None}
+        if "role" not in message and isinstance(speaker := message.get("from"), str):
+            parts = {key: part for key, part in message.items() if key not in ("from", "value")}
+            message = {"role": _SHAREGPT.get(speaker, speaker), "content": message.get("value"), **parts}
         role = message.get("role")
         if not isinstance(role, str) or not role:
-            raise BadRow("missing_field", f'message {number} of "{name}" has no "role"')
+            keys = ", ".join(f'"{key}"' for key in message) or "nothing"
+            raise BadRow("missing_field", f'message {number} of "{name}" has no "role"; it has {keys}')
         content = message.get("content")
         if content is None and "tool_calls" not in message:
             raise BadRow("missing_field", f'message {number} of "{name}" has no "content"')
@@ -99,15 +106,24 @@ class ChatRenderer:
             )
         self.template: str = template
         self.variables = {**tokenizer.hf.special_tokens_map, **variables}
+        self._calls = "tool_calls" in template
         self.marked = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
         self._special = re.compile("|".join(map(re.escape, tokenizer.special))) if tokenizer.special else None
 
     def check_content(self, messages: list[Message]) -> None:
-        """Check that all strings in the messages are text without control tokens.
+        """Check that all strings in the messages are text without control tokens, and that no call of a tool is lost.
 
         Raises:
-            BadRow: one is not.
+            BadRow: one is not, or the template would leave the call out.
         """
+        if not self._calls:
+            for number, message in enumerate(messages, 1):
+                if message.get("tool_calls"):
+                    raise BadRow(
+                        "template",
+                        f"message {number} calls a tool, and the chat template has no place for tool_calls, so the call"
+                        " would not be trained; give a template that has, with chat_template",
+                    )
         for text in all_strings(messages):
             clean_text(text)
             if self._special is not None and (found := self._special.search(text)):
@@ -132,7 +148,9 @@ class ChatRenderer:
         if self.marked:
             text, spans = self._render_marked(messages, tools)
             if len(spans) == len(turns):
-                return Rendered(text, [span for span, turn in zip(spans, turns, strict=True) if turn >= first_trained])
+                trained = [(span, turn) for span, turn in zip(spans, turns, strict=True) if turn >= first_trained]
+                self._check_said(messages, text, trained)
+                return Rendered(text, [span for span, _ in trained])
         text = self._render(messages, tools)
         spans = []
         for turn in turns:
@@ -145,7 +163,27 @@ class ChatRenderer:
             if not after.startswith(before) or not text.startswith(after):
                 raise Refused(_prefix_error(text, before, after, turn))
             spans.append((len(before), len(after)))
+        trained = list(zip(spans, (turn for turn in turns if turn >= first_trained), strict=True))
+        self._check_said(messages, text, trained)
         return Rendered(text, spans)
+
+    def _check_said(self, messages: list[Message], text: str, trained: list[tuple[Span, int]]) -> None:
+        """Check that a turn without text, which calls a tool or reasons, is not rendered as an empty answer.
+
+        Raises:
+            BadRow: it is, so that a model would learn to say nothing.
+        """
+        for (start, end), turn in trained:
+            if str(messages[turn].get("content") or "").strip():
+                continue
+            said = text[start:end] if self._special is None else self._special.sub("", text[start:end])
+            if not said.strip():
+                keys = ", ".join(key for key in messages[turn] if key not in ("role", "content"))
+                raise BadRow(
+                    "template",
+                    f"the chat template leaves out all that message {turn + 1} says ({keys}); give a template that "
+                    "writes it, with chat_template",
+                )
 
     def completion(self, prompt: str, messages: list[Message], length: int, tools: list[Any] | None = None) -> str:
         """Render the chat and return what it adds to `prompt`, which is its first `length` messages rendered.

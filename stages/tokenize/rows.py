@@ -23,6 +23,7 @@ from stages.tokenize.readers import BadRow, all_strings, clean_text
 
 # What TRL never hands to a reward as a column, for it is there in another form.
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+_SHOWN_COLUMNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,7 @@ def fill(template: str, columns: dict[str, Any]) -> Any:
     """
     names = template_fields(template)
     for name in names:
-        if columns.get(name) is None:
-            raise BadRow("missing_field", f'"{name}" is missing')
+        _present(columns, name)
     if template == "{" + names[0] + "}":
         return columns[names[0]]
     for name in names:
@@ -157,7 +157,7 @@ def _implicit_prompt(
     """What two completions begin with in common is their prompt, as `extract_prompt` of TRL has it."""
     texts = [columns.get(template_fields(t)[0]) for t in (config.chosen_template, config.rejected_template)]
     if config.apply_chat_template and all(isinstance(text, str) for text in texts):
-        raise BadRow("missing_field", '"prompt" is missing')
+        raise _missing(columns, "prompt")
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise BadRow("wrong_type", "one completion is a string and the other a list of messages")
     same = 0
@@ -201,8 +201,16 @@ def _uses_messages(config: Config, columns: dict[str, Any]) -> bool:
 
 def _present(columns: dict[str, Any], name: str) -> Any:
     if columns.get(name) is None:
-        raise BadRow("missing_field", f'"{name}" is missing')
+        raise _missing(columns, name)
     return columns[name]
+
+
+def _missing(columns: dict[str, Any], name: str) -> BadRow:
+    if name in columns:
+        return BadRow("missing_field", f'"{name}" is null')
+    there = ", ".join(f'"{column}"' for column in list(columns)[:_SHOWN_COLUMNS])
+    more = ", ..." if len(columns) > _SHOWN_COLUMNS else ""
+    return BadRow("missing_field", f'"{name}" is missing; the row has ' + (f"{there}{more}" or "no columns"))
 
 
 def _turns(config: Config, value: Any, template: str, role: str) -> str | list[Message]:
@@ -233,7 +241,13 @@ def _string(value: Any, template: str) -> str:
 
 
 def _tools(columns: dict[str, Any]) -> list[Any] | None:
+    """The tools of a chat. A string is JSON: so they are kept in tables, whose columns have one type."""
     tools = columns.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            raise BadRow("wrong_type", f'"tools" is a string that is not JSON: {error}') from None
     if tools is not None and not isinstance(tools, list):
         raise BadRow("wrong_type", f'"tools" must be a list of JSON schemas, not {type(tools).__name__}')
     return tools or None

@@ -140,6 +140,15 @@ class TrainingConfig(StageConfig):
     )
 
     @model_validator(mode="after")
+    def _check_dropout(self) -> TrainingConfig:
+        if self.lora is not None and self.lora.dropout and getattr(self, "disable_dropout", False):
+            raise ValueError(
+                f"lora.dropout is {self.lora.dropout:g} and disable_dropout is on; set lora.dropout to 0, or "
+                "disable_dropout to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_tripwires(self) -> TrainingConfig:
         if self.tripwire_entropy is not None and not self.REPORTS_ENTROPY:
             raise ValueError("tripwire_entropy is of no use here: only grpo knows an entropy; remove it")

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from toy_recipe import write_toy
 
+from flows.local_server import LocalServer, quiet_prefect
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -208,6 +210,22 @@ def test_the_prefect_server_of_a_killed_run_ends_by_itself(folder: Path) -> None
             return
         time.sleep(0.1)
     raise AssertionError("the server outlives the run that it was for")
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_while_it_starts_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does where two first runs of a user make Prefect's database at once."""
+    database = tmp_path / "later" / "prefect.db"
+    monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{database}")
+    quiet_prefect()
+    server = LocalServer()
+    try:
+        assert server._process.wait() != 0
+        database.parent.mkdir()
+        server.wait()
+        assert database.is_file()
+    finally:
+        server.stop()
 
 
 def test_on_a_terminal_the_table_is_drawn_in_place(folder: Path) -> None:

@@ -2,9 +2,10 @@
 
 import torch
 from tiny_alignment import END, make_checkpoint, make_model, make_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from stages.modeling.checkpoint import save_checkpoint
-from stages.sampling.cli import main, text_pieces
+from stages.sampling.cli import main, text_ids, text_pieces
 
 
 def speaking_checkpoint(folder, text):
@@ -70,3 +71,19 @@ def test_what_cannot_be_answered_is_said_in_one_line(tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+
+
+def test_a_text_to_go_on_with_begins_as_the_tokenizer_begins_it_and_has_no_end():
+    tokenizer = make_tokenizer()
+    plain = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    start, end = tokenizer.convert_ids_to_tokens([END + 1, END])
+    names = [(start, END + 1), (end, END)]
+    for single, expected in (
+        ("$A", plain),
+        (f"$A {end}", plain),
+        (f"{start} $A {end}", [END + 1, *plain]),
+    ):
+        tokenizer.bos_token = start
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=names)
+        assert text_ids(tokenizer, "ab") == expected
+    assert text_ids(tokenizer, f"{start}ab") == [END + 1, *plain]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def test_what_the_template_does_not_take_is_a_bad_row(small_tokenizer: TextToken
         ("hi", "must be a list of messages, not str"),
         ([], "is an empty list"),
         (["hi"], "message 1 of .* must be an object, not str"),
-        ([{"content": "x"}], 'message 1 of .* has no "role"'),
+        ([{"content": "x"}], 'message 1 of .* has no "role"; it has "content"'),
         ([{"role": "user"}], 'message 1 of .* has no "content"'),
         ([{"role": "user", "content": 3}], '"content" of message 1 of .* must be a string, not int'),
     ],
@@ -252,3 +253,52 @@ def test_the_mask_of_an_empty_answer_is_its_end() -> None:
     mask = target_mask(text, encoding, [(start, start)], np.isin(encoding.ids, tokenizer.special_array))
     assert mask.sum() == 1
     assert encoding.ids[mask == 1].tolist() == [tokenizer.eos_id]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+            "message 2 calls a tool, and the chat template",
+        ),
+        ({"reasoning_content": "so"}, r"leaves out all that message 2 says \(reasoning_content\)"),
+    ],
+)
+def test_what_the_assistant_does_is_not_trained_as_an_empty_answer(
+    small_tokenizer: TextTokenizer, marked: bool, said: dict[str, Any], message: str
+) -> None:
+    turn = {"role": "assistant", "content": "", **said}
+    chat = {"messages": [{"role": "user", "content": "x"}, turn]}
+    config = Config(format="chat", row_length=512)
+    before = small_tokenizer.hf.chat_template
+    try:
+        if not marked:
+            small_tokenizer.hf.chat_template = re.sub(r"\{%-? (end)?generation -?%\}", "", before)
+        (bad,) = Encoder(config, small_tokenizer).encode([parse(config, chat)])
+    finally:
+        small_tokenizer.hf.chat_template = before
+    assert isinstance(bad, BadRow)
+    assert bad.reason == "template"
+    assert re.search(message, str(bad))
+
+
+def test_a_template_that_writes_calls_of_tools_has_them_trained(small_tokenizer: TextTokenizer) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{% generation %}{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}<|end|>{% endgeneration %}"
+        "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    config = Config(format="chat", row_length=512)
+    before = small_tokenizer.hf.chat_template
+    try:
+        small_tokenizer.hf.chat_template = template
+        chat = {"messages": [{"role": "user", "content": "x"}, call]}
+        (document,) = Encoder(config, small_tokenizer).encode([parse(config, chat)])
+    finally:
+        small_tokenizer.hf.chat_template = before
+    assert isinstance(document, Document)
+    trained = small_tokenizer.hf.decode(document.ids[document.mask == 1])
+    assert trained == '{"name": "f", "arguments": {"a": 1}}<|end|>'

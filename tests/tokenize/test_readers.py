@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from stages.contract import Refused
+from stages.tokenize.origins import number_of
 from stages.tokenize.readers import BadRow, Row, clean_text, generate, read_file
 
 
@@ -34,7 +36,6 @@ def test_json_lines_are_read_with_their_line_numbers_over_blank_lines_and_a_byte
         (b'{"text": "a"', "not_json", "not valid JSON"),
         (b'{"text": "a\x00b"}', "not_json", "not valid JSON"),
         (b'{"text": "\xff\xfe"}', "not_utf8", "byte 11 is not valid UTF-8"),
-        (b'["a"]', "not_json", "one JSON array"),
         (b'"a"', "not_an_object", "not str"),
         (b"1" * 5000, "not_json", "not usable JSON"),
         (b"\xff\xfe{\x00", "not_utf8", "looks like UTF-16"),
@@ -219,3 +220,107 @@ def test_a_reader_that_fails_is_named_with_the_file_and_its_line(failing: str, t
         list(read_file(tmp_path / "a.x", "a.x", reader=module.reader))
     with pytest.raises(Refused, match=r"^a\.x: the reader failed after row 0: TypeError: 'NoneType' object"):
         list(read_file(tmp_path / "a.x", "a.x", reader=module.nothing))
+
+
+CHATS = [{"messages": [{"role": "user", "content": f"é {number}"}], "n": number} for number in range(3)]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz"])
+def test_a_file_that_is_one_list_of_objects_gives_its_items_as_rows(
+    tmp_path: Path, name: str, indent: int | None
+) -> None:
+    data = b"\xef\xbb\xbf\n " + json.dumps(CHATS, indent=indent, ensure_ascii=False).encode() + b"\r\n"
+    rows = read(tmp_path, name, gzip.compress(data) if name.endswith(".gz") else data)
+    assert rows == [Row(f"{name} row {number}", chat) for number, chat in enumerate(CHATS, 1)]
+    assert [number_of(row.where, name) for row in rows] == [1, 2, 3]
+    assert reasons(read(tmp_path, "empty.json", b"[ ]")) == ["empty_file"]
+
+
+@pytest.mark.parametrize(
+    ("data", "where", "reason", "message"),
+    [
+        (b'[{"text": "a"},\n {"text": "b"', "a.json row 2", "not_json", "at line 2, character 14"),
+        (b'[{"text": "a"}\n {"text": "b"}]', "a.json row 1", "not_json", "Expecting ',' or ']' at line 2"),
+        (b'[{"text": "a"},]', "a.json row 2", "not_json", "character 16"),
+        (b'[{"text": "a"}] x', "a.json row 1", "not_json", "follows the list at line 1, character 17"),
+        (b'[{"text": "a"}, "b"]', "a.json row 2", "not_an_object", "not str"),
+        (b'[{"text": "a"}, {"text": "\xff"}]', "a.json", "not_utf8", "byte 27"),
+        (b'[{"text": "a"}, {"n": ' + b"1" * 5000 + b"}]", "a.json row 2", "not_json", "not usable"),
+    ],
+)
+def test_a_list_of_objects_that_breaks_is_told_with_the_row_and_place(
+    tmp_path: Path, data: bytes, where: str, reason: str, message: str
+) -> None:
+    bad = read(tmp_path, "a.json", data)[-1]
+    assert bad.where == where
+    assert bad.error is not None
+    assert bad.error.reason == reason
+    assert message in str(bad.error)
+
+
+def test_a_name_given_twice_in_one_item_of_a_list_spoils_that_item_alone(tmp_path: Path) -> None:
+    rows = read(tmp_path, "a.json", b'[{"text": "a"}, {"text": "b", "text": "c"}, {"text": "d"}]')
+    assert reasons(rows) == [None, "duplicate_key", None]
+
+
+@pytest.mark.parametrize(("name", "mark"), [("a.csv", ","), ("a.tsv", "\t"), ("A.CSV.GZ", ",")])
+def test_csv_gives_its_records_as_text_with_the_line_that_each_begins_in(tmp_path: Path, name: str, mark: str) -> None:
+    lines = ["id,text", '1,"two\r\nlines, and a ""quote"""', "", "007,"]
+    data = b"\xef\xbb\xbf" + "\r\n".join(lines).replace(",", mark).encode()
+    rows = read(tmp_path, name, gzip.compress(data) if name.endswith("GZ") else data)
+    assert rows == [
+        Row(f"{name} line 2", {"id": "1", "text": f'two\r\nlines{mark} and a "quote"'}),
+        Row(f"{name} line 5", {"id": "007", "text": ""}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "found", "message"),
+    [
+        (b"a,b\n1,2\n3\n4,5\n", [None, "not_csv", None], "1 values for 2 columns (a, b)"),
+        (b'a,b\n1,2\n3,"4\n5,6\n', [None, "not_csv"], "unexpected end of data"),
+        (b"a,a\n1,2\n", ["duplicate_key"], "two columns 'a'"),
+        (b"a,b\n1,\xff\n2,3\n", ["not_utf8"], "byte 3 is not valid UTF-8; the rest is not read"),
+        (b"a,b\n", ["empty_file"], "no rows"),
+    ],
+)
+def test_csv_that_cannot_be_read_is_told_with_its_line(
+    tmp_path: Path, data: bytes, found: list[str | None], message: str
+) -> None:
+    rows = read(tmp_path, "a.csv", data)
+    assert reasons(rows) == found
+    assert any(message in str(row.error) for row in rows)
+
+
+def test_a_cell_of_a_table_may_be_long(tmp_path: Path) -> None:
+    (row,) = read(tmp_path, "a.csv", b"text\n" + b"a" * 300_000 + b"\n")
+    assert len(row.columns["text"]) == 300_000
+
+
+def test_zstandard_files_are_read_and_a_truncated_one_is_reported(tmp_path: Path) -> None:
+    lines = b"".join(b'{"text": "%d"}\n' % (number * 7919) for number in range(5000))
+    whole = pa.compress(lines, codec="zstd", asbytes=True)
+    assert len(read(tmp_path, "a.jsonl.zst", whole)) == 5000
+    assert reasons(read(tmp_path, "a.jsonl.zst", whole[: len(whole) // 2]))[-1] == "damaged_file"
+    assert reasons(read(tmp_path, "a.jsonl.zst", b"not zstd")) == ["damaged_file"]
+    assert [
+        row.columns["a"] for row in read(tmp_path, "a.csv.zst", pa.compress(b"a\n1\n", codec="zstd", asbytes=True))
+    ] == ["1"]
+
+
+def test_nulls_that_parquet_fills_messages_and_tools_with_are_taken_out(tmp_path: Path) -> None:
+    """An object of Parquet has the fields of all; a template would write `"date": null` into a call that has none."""
+    calls = [{"city": "Rome"}, {"date": "today"}]
+    rows = [
+        {
+            "messages": [{"role": "assistant", "tool_calls": [{"arguments": call}]}],
+            "tools": [{"parameters": call}],
+            "checks": [call],
+        }
+        for call in calls
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = [row.columns for row in read_file(tmp_path / "a.parquet", "a.parquet")]
+    assert [{**row, "checks": None} for row in found] == [{**row, "checks": None} for row in rows]
+    assert found[0]["checks"] == [{"city": "Rome", "date": None}]

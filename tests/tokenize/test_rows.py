@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from typing import Any
 
 import pytest
@@ -77,7 +78,8 @@ def test_a_prompt_keeps_the_other_columns() -> None:
     ("format", "row", "reason", "message"),
     [
         ("text", {}, "missing_field", '"text" is missing'),
-        ("text", {"text": None}, "missing_field", '"text" is missing'),
+        ("text", {"text": None}, "missing_field", '"text" is null'),
+        ("text", {"body": "a", "id": 3}, "missing_field", '"text" is missing; the row has "body", "id"'),
         ("text", {"text": 3}, "wrong_type", '"text" must be a string, not int'),
         ("text", {"text": " \n"}, "empty", '"text" is empty'),
         ("text", {"text": "a\0"}, "nul", "NUL"),
@@ -98,7 +100,8 @@ def test_a_prompt_keeps_the_other_columns() -> None:
         ("preference", {"chosen": [ANSWER], "rejected": [OTHER]}, "missing_field", "no beginning in common"),
         ("preference", {"chosen": [USER, ANSWER], "rejected": [USER]}, "empty", "answers nothing"),
         ("preference", {"prompt": "q", "chosen": [USER], "rejected": "b"}, "wrong_type", "starts with a turn of user"),
-        ("chat", {"messages": [USER, ANSWER], "tools": "[]"}, "wrong_type", '"tools" must be a list'),
+        ("chat", {"messages": [USER, ANSWER], "tools": "{}"}, "wrong_type", '"tools" must be a list .* not dict'),
+        ("chat", {"messages": [USER, ANSWER], "tools": "[{"}, "wrong_type", '"tools" is a string that is not JSON'),
         ("prompt", {"question": "q"}, "missing_field", '"prompt" is missing'),
         ("prompt", {"prompt": [USER, ANSWER]}, "wrong_type", "ends with the assistant's own turn"),
         ("prompt", {"prompt": "q", "when": datetime.date(2024, 1, 1)}, "wrong_type", '"when" cannot go to a reward'),
@@ -116,6 +119,23 @@ def test_a_turn_that_calls_a_tool_or_is_no_speakers_may_have_no_text() -> None:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     messages = [{"role": "system", "content": ""}, USER, call, {"role": "tool", "content": ""}, ANSWER]
     assert parse(config("chat"), {"messages": messages}) == Chat(messages)
+
+
+def test_tools_may_be_a_string_of_json_as_tables_keep_them() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    messages = [USER, ANSWER]
+    assert parse(config("chat"), {"messages": messages, "tools": json.dumps([tool])}) == Chat(messages, tools=[tool])
+    assert parse(config("chat"), {"messages": messages, "tools": ""}) == Chat(messages)
+
+
+def test_messages_of_sharegpt_are_read() -> None:
+    turns = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": USER["content"], "value2": None},
+        {"from": "gpt", "value": ANSWER["content"], "weight": 1},
+    ]
+    chat = parse(config("chat", messages_field="conversations"), {"conversations": turns})
+    assert chat == Chat([{"role": "system", "content": "s"}, USER, ANSWER | {"weight": 1}])
 
 
 def test_joining_needs_text_or_numbers() -> None:

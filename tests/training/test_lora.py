@@ -1,6 +1,7 @@
 """LoRA: only adapters train, the checkpoint has them merged, the adapter names its base, and both agree."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from small_runs import folder_bytes, make_dataset, make_tokenizer, small_model
 from transformers import AutoModelForCausalLM
 
 from stages.contract import Refused
+from stages.dpo.config import Config as DpoConfig
+from stages.grpo.config import Config as GrpoConfig
 from stages.modeling.checkpoint import load_model, save_checkpoint
 from stages.modeling.logprobs import has_plain_head, token_logprobs
 from stages.modeling.lora import add_adapter, merge_adapter
@@ -107,3 +110,11 @@ def test_equal_seeds_give_equal_adapters():
         weights.append(torch.cat([p.flatten() for p in model.parameters() if p.requires_grad]))
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("config", [DpoConfig, partial(GrpoConfig, reward_funcs=["a:b"])])
+def test_dropout_of_adapters_is_not_asked_for_where_dropout_is_switched_off(config):
+    with pytest.raises(ValueError, match=r"lora\.dropout is 0\.1 and disable_dropout is on; set lora\.dropout to 0"):
+        config(lora={"dropout": 0.1})
+    assert config(lora={"dropout": 0.1}, disable_dropout=False).lora.dropout == 0.1
+    assert config(lora={}).lora.dropout == 0
