@@ -10,6 +10,7 @@ Invariants:
 - A night that was interrupted, retried by anybody, goes on with the base model that it began with: what it has trained
   is cached, though the reference may have moved.
 - The reference moves only if it still names the base, and only to what the gate let through.
+- A night has the date for which it was scheduled, however late it begins or is retried.
 - Each date of a backfill is a night of its own, in turn; what it cannot bring to an end ends the backfill.
 """
 
@@ -161,13 +162,19 @@ def nightly(
         raise RecipeError(f"{str(error).rstrip('.')}.") from None
     opened = open_store(store)
     nights: list[Night] = []
-    for day in days or [datetime.now(ZoneInfo(timezone)).date()]:
+    for day in days or [_scheduled_date(timezone)]:
         night = _Night(request, opened, day, backfill=bool(days)).run()
         nights.append(night)
         _publish(opened, request)
         if night.state in ("failed", "stopped"):
             break
     return _final(nights, request.ref)
+
+
+def _scheduled_date(timezone: str) -> date:
+    """The date for which the current flow run was scheduled, in a time zone."""
+    scheduled = flow_run.get_scheduled_start_time() or datetime.now(UTC)
+    return datetime.fromtimestamp(scheduled.timestamp(), ZoneInfo(timezone)).date()
 
 
 def read_dates(lines: Iterable[str]) -> list[date]:
