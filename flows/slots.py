@@ -8,20 +8,27 @@ Invariants:
 - A step that is a hit takes no slot; one that waits for a slot can be stopped.
 - A slot is a lease of a minute that a thread renews: what a killed run held is free a minute later.
 - A server that is away stops no stage: it runs without its slot, and the log says so.
+- Nor does it end a run that holds the one slot of its deployment (a night): the slot is renewed as soon as it is
+  back. Two nights at once, after a longer outage, would be safe: steps are computed once, references move by
+  compare-and-swap.
 """
 
 from __future__ import annotations
 
+import contextvars
 import platform
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 import httpx
 from prefect import get_client, get_run_logger
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import PrefectHTTPStatusError
+from prefect.logging.loggers import get_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.recipe_model import Step
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
 STEPS = "headrace-steps"
 LEASE_SECONDS = 60.0  # the shortest that the server grants
 _PATIENCE = 5.0  # seconds between two looks at whether a step that waits is still wanted
+_RENEWAL_SHARE = 0.25  # of a lease, between two renewals of a deployment's slot
 _AWAY = (httpx.HTTPError, PrefectHTTPStatusError, OSError)
 
 
@@ -102,3 +110,48 @@ class Slots:
                 if not said:
                     get_run_logger().info("%s waits for a slot of %s", step, name)
                     said = True
+
+
+def outlast_outages() -> None:
+    """Have the flow runs of this process keep the slot of their deployment through an outage of the server.
+
+    Prefect ends a run when it fails to renew that slot three times in a row, which takes seconds.
+    """
+    import prefect.flow_engine
+
+    prefect.flow_engine.maintain_concurrency_lease = _keep_deployment_slot
+
+
+@contextmanager
+def _keep_deployment_slot(
+    lease_id: UUID,
+    lease_duration: float,
+    raise_on_lease_renewal_failure: bool = False,
+    suppress_warnings: bool = False,
+) -> Iterator[None]:
+    """What Prefect's `maintain_concurrency_lease` does, without an end to its patience."""
+    over = threading.Event()
+    context = contextvars.copy_context()
+    name = f"slot {lease_id}"
+    thread = threading.Thread(target=context.run, args=(_renew, lease_id, lease_duration, over), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _renew(lease_id: UUID, lease_duration: float, over: threading.Event) -> None:
+    pause = 0.0
+    while not over.wait(pause):
+        try:
+            with get_client(sync_client=True) as client:
+                client.renew_concurrency_lease(lease_id=lease_id, lease_duration=lease_duration)
+            pause = lease_duration * _RENEWAL_SHARE
+        except _AWAY as error:
+            status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+            if status in (404, 410):  # the outage was longer than the lease
+                logger = get_logger("concurrency")
+                logger.warning("The slot of this run's deployment is lost; the run goes on without it.")
+                return
+            pause = _PATIENCE

@@ -18,6 +18,7 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import Artifact, FlowRun, TaskRun
+from prefect.client.schemas.responses import SetStateStatus
 from toy_recipe import write_toy
 
 from stages.artifacts import open_store, read_run
@@ -190,6 +191,17 @@ def until(test: Callable[[], bool], limit: float, what: str) -> None:
         if time.monotonic() > end:
             raise AssertionError(f"{what}: not within {limit:.0f} s")
         time.sleep(0.2)
+
+
+def resume(installed: Installed, flow_run: UUID, **answer: object) -> None:
+    """As the form of a paused run does, once it is there: the run is paused a moment before its form is saved."""
+
+    def accepted() -> bool:
+        with installed.client() as client:
+            given = client.resume_flow_run(flow_run, run_input=dict(answer))
+        return given.status == SetStateStatus.ACCEPT
+
+    until(accepted, 60, "the answer is taken")
 
 
 def children(pid: int) -> list[int]:

@@ -7,9 +7,8 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
-from installed import Installed, gone, processes_of, until
+from installed import Installed, gone, processes_of, resume, until
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.responses import SetStateStatus
 from prefect.states import Cancelling, Scheduled
 
 from stages.artifacts import open_store, read_ref, results
@@ -19,17 +18,6 @@ def cancel(installed: Installed, flow_run: UUID) -> None:
     """As the page's Cancel does."""
     with installed.client() as client:
         client.set_flow_run_state(flow_run, Cancelling())
-
-
-def resume(installed: Installed, flow_run: UUID, **answer: object) -> None:
-    """As the form of a paused run does, once it is there: the run is paused a moment before its form is saved."""
-
-    def accepted() -> bool:
-        with installed.client() as client:
-            given = client.resume_flow_run(flow_run, run_input=dict(answer))
-        return given.status == SetStateStatus.ACCEPT
-
-    until(accepted, 60, "the answer is taken")
 
 
 def start_held(installed: Installed, hold: Path, *overrides: str) -> UUID:

@@ -13,7 +13,7 @@ from uuid import UUID
 
 import httpx
 import pytest
-from installed import Installed, engine_of, gone, kill, processes_of, until
+from installed import Installed, engine_of, gone, kill, processes_of, resume, until
 from prefect.states import Cancelling, Scheduled
 
 from stages.artifacts import open_store, read_nights
@@ -190,6 +190,15 @@ def test_a_night_outlives_an_outage_in_which_its_slot_had_to_be_renewed(own: Ins
     hold.unlink()
     run = own.ended(flow_run)
     assert (run.state_name, run.run_count) == ("Promoted", 1), run.state
+
+
+def test_a_night_waits_for_its_approval_though_its_slot_is_given_up_meanwhile(installed: Installed) -> None:
+    flow_run = installed.submit("nightly/production", overrides=["better.rate=0.84"], approve=True)
+    installed.reached(flow_run, lambda run: run.state_name == "Paused")
+    time.sleep(245)  # longer than until Prefect renews the slot, which a paused run has no more
+    assert installed.read(flow_run).state_name == "Paused"
+    resume(installed, flow_run, promote=True, why="looks right")
+    assert installed.ended(flow_run).state_name == "Promoted"
 
 
 def test_late_nights_do_not_pile_up_behind_a_worker_that_was_away(installed: Installed) -> None:
