@@ -8,8 +8,8 @@ Invariants:
 - A step that is a hit takes no slot; one that waits for a slot can be stopped.
 - A slot is a lease of a minute that a thread renews: what a killed run held is free a minute later.
 - A server that is away stops no stage: it runs without its slot, and the log says so.
-- Nor does it end a run that holds the one slot of its deployment (a night): the slot is renewed as soon as it is
-  back. Two nights at once, after a longer outage, would be safe: steps are computed once, references move by
+- A run that loses the one slot of its deployment (a night that is paused for its approval, or after an outage longer
+  than the slot's lease) goes on. Two nights at once are safe: steps are computed once, a reference moves by
   compare-and-swap.
 """
 
@@ -112,10 +112,11 @@ class Slots:
                     said = True
 
 
-def outlast_outages() -> None:
-    """Have the flow runs of this process keep the slot of their deployment through an outage of the server.
+def outlive_lost_slots() -> None:
+    """Have the flow runs of this process go on without the slot of their deployment where they lose it.
 
-    Prefect ends a run when it fails to renew that slot three times in a row, which takes seconds.
+    Prefect ends such a run when its next renewal is refused, minutes later: so it would end every run that is paused
+    for longer, for a pause gives the slot up.
     """
     import prefect.flow_engine
 
@@ -129,7 +130,7 @@ def _keep_deployment_slot(
     raise_on_lease_renewal_failure: bool = False,
     suppress_warnings: bool = False,
 ) -> Iterator[None]:
-    """What Prefect's `maintain_concurrency_lease` does, without an end to its patience."""
+    """What Prefect's `maintain_concurrency_lease` does, but no failure ends the run."""
     over = threading.Event()
     context = contextvars.copy_context()
     name = f"slot {lease_id}"
@@ -150,8 +151,7 @@ def _renew(lease_id: UUID, lease_duration: float, over: threading.Event) -> None
             pause = lease_duration * _RENEWAL_SHARE
         except _AWAY as error:
             status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
-            if status in (404, 410):  # the outage was longer than the lease
-                logger = get_logger("concurrency")
-                logger.warning("The slot of this run's deployment is lost; the run goes on without it.")
+            if status in (404, 410):  # given up by a pause, or run out while the server was away
+                get_logger("concurrency").info("The run goes on without the slot of its deployment.")
                 return
             pause = _PATIENCE

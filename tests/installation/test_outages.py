@@ -16,7 +16,7 @@ import pytest
 from installed import Installed, engine_of, gone, kill, processes_of, resume, until
 from prefect.states import Cancelling, Scheduled
 
-from stages.artifacts import open_store, read_nights
+from stages.artifacts import open_store, read_nights, read_ref
 
 pytestmark = pytest.mark.slow
 
@@ -199,6 +199,21 @@ def test_a_night_waits_for_its_approval_though_its_slot_is_given_up_meanwhile(in
     assert installed.read(flow_run).state_name == "Paused"
     resume(installed, flow_run, promote=True, why="looks right")
     assert installed.ended(flow_run).state_name == "Promoted"
+
+
+def test_an_approval_of_what_was_measured_beside_another_model_promotes_nothing(installed: Installed) -> None:
+    installed.run("nightly/production", overrides=["better.rate=0.85"])
+    flow_run = installed.submit("nightly/production", overrides=["better.rate=0.86"], approve=True)
+    installed.reached(flow_run, lambda run: run.state_name == "Paused")
+    second = installed.run("nightly/production", overrides=["better.rate=0.87"])
+    assert second.state_name == "Promoted", second.state
+    resume(installed, flow_run, promote=True, why="looks right")
+    run = installed.ended(flow_run)
+    assert run.state_name == "Refused", run.state
+    assert "somebody moved it" in str(run.state and run.state.message)
+    store = open_store(installed.store_url)
+    night = next(item for item in read_nights(store, "production").nights if item.id.startswith(str(second.id)))
+    assert read_ref(store, "production").artifact == night.artifact
 
 
 def test_late_nights_do_not_pile_up_behind_a_worker_that_was_away(installed: Installed) -> None:
