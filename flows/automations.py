@@ -2,8 +2,9 @@
 
 Invariants:
 - Deploying again updates them, by name; there is one of each.
-- The webhook's address is a secret: it comes from `HEADRACE_WEBHOOK_URL` and is kept in a Prefect block. Without it,
-  no notification is sent, unless a block of that name is there already.
+- The webhook's address is a secret: it comes from `HEADRACE_WEBHOOK_URL` and is kept among the secret values of a
+  Prefect block, which pages and logs do not show. Without it, no notification is sent, unless a block of that name is
+  there already.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from prefect.events.actions import ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
+from prefect.types import SecretDict
 
 BLOCK = "headrace-webhook"
 WEBHOOK = "HEADRACE_WEBHOOK_URL"
@@ -26,6 +28,7 @@ SILENCE = timedelta(seconds=120)
 
 ZOMBIES = "headrace: a run whose process is gone"
 FAILURES = "headrace: a run failed"
+APPROVALS = "headrace: a run asks for an approval"
 NIGHTS = "headrace: what a night came to"
 
 _OURS = ResourceSpecification.model_validate(
@@ -35,7 +38,10 @@ _NIGHTLY = ResourceSpecification.model_validate(
     {"prefect.resource.id": "prefect.tag.nightly", "prefect.resource.role": "tag"}
 )
 _RUNS = ResourceSpecification.model_validate({"prefect.resource.id": "prefect.flow-run.*"})
-_BODY = "{{ flow_run.state.message }}\n{{ flow_run|ui_url }}"
+# The link starts at /v2/, as `flows.local_server.run_link` does.
+_LINK = "{{ flow_run|ui_url|replace('/v2/runs/', '/runs/')|replace('/runs/', '/v2/runs/') }}"
+_BODY = "{{ flow_run.state.message }}\n" + _LINK
+_ASKED = "Resume on its page asks for yes or no, and shows what is known of the model.\n" + _LINK
 
 
 async def apply_automations(client: PrefectClient) -> None:
@@ -75,6 +81,15 @@ async def apply_automations(client: PrefectClient) -> None:
             ),
             _notice(
                 block,
+                APPROVALS,
+                "Tells the webhook of every run that waits for a person's approval.",
+                ("Paused",),
+                _OURS,
+                "{{ flow.name }} {{ flow_run.name }} waits for an approval",
+                _ASKED,
+            ),
+            _notice(
+                block,
                 NIGHTS,
                 "Tells the webhook what a night came to: promoted, refused, not approved.",
                 ("Promoted", "Refused", "Not approved", "Unchanged"),
@@ -96,7 +111,10 @@ async def _webhook(client: PrefectClient) -> object:
     """The id of the block with the webhook: of what the environment says, or of one that is there; else None."""
     if url := os.environ.get(WEBHOOK):
         block = CustomWebhookNotificationBlock(
-            name="Headrace", url=url, json_data={"subject": "{{subject}}", "text": "{{subject}}\n{{body}}"}
+            name="Headrace",
+            url="{{address}}",  # a field that everybody sees
+            secrets=SecretDict({"address": url}),
+            json_data={"subject": "{{subject}}", "text": "{{subject}}\n{{body}}"},
         )
         return await block.save(BLOCK, overwrite=True, client=client)
     try:
@@ -106,7 +124,13 @@ async def _webhook(client: PrefectClient) -> object:
 
 
 def _notice(
-    block: object, name: str, description: str, states: tuple[str, ...], related: ResourceSpecification, subject: str
+    block: object,
+    name: str,
+    description: str,
+    states: tuple[str, ...],
+    related: ResourceSpecification,
+    subject: str,
+    body: str = _BODY,
 ) -> AutomationCore:
     """Tells the webhook of each run among `related` that enters one of the states."""
     return AutomationCore(
@@ -121,5 +145,5 @@ def _notice(
             threshold=1,
             within=timedelta(0),
         ),
-        actions=[SendNotification(block_document_id=block, subject=subject, body=_BODY)],
+        actions=[SendNotification(block_document_id=block, subject=subject, body=body)],
     )

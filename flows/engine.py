@@ -1,7 +1,8 @@
 """A flow run's process: Prefect's engine, with what it prints in a log file. A worker starts `python -m flows.engine`.
 
 A worker reads its runs' output through a pipe. When the worker dies the pipe breaks, and Prefect's console, writing the
-next warning, ends the run. So the output goes to a file of the run's own, and a run outlives its worker.
+next warning, ends the run. So the output goes to a file of the run's own, and a run outlives its worker. It outlives
+the loss of its deployment's slot too (`flows.slots`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import runpy
 import time
+import warnings
 from pathlib import Path
 
 from flows.installation import home
@@ -27,6 +29,10 @@ def main() -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    from flows.slots import outlive_lost_slots
+
+    outlive_lost_slots()
+    warnings.filterwarnings("ignore", message=".*prefect.engine.*found in sys.modules", category=RuntimeWarning)
     runpy.run_module("prefect.engine", run_name="__main__", alter_sys=True)
 
 

@@ -10,6 +10,7 @@ Invariants:
 - A night that was interrupted, retried by anybody, goes on with the base model that it began with: what it has trained
   is cached, though the reference may have moved.
 - The reference moves only if it still names the base, and only to what the gate let through.
+- A night has the date for which it was scheduled, however late it begins or is retried.
 - Each date of a backfill is a night of its own, in turn; what it cannot bring to an end ends the backfill.
 """
 
@@ -161,13 +162,19 @@ def nightly(
         raise RecipeError(f"{str(error).rstrip('.')}.") from None
     opened = open_store(store)
     nights: list[Night] = []
-    for day in days or [datetime.now(ZoneInfo(timezone)).date()]:
+    for day in days or [_scheduled_date(timezone)]:
         night = _Night(request, opened, day, backfill=bool(days)).run()
         nights.append(night)
         _publish(opened, request)
         if night.state in ("failed", "stopped"):
             break
     return _final(nights, request.ref)
+
+
+def _scheduled_date(timezone: str) -> date:
+    """The date for which the current flow run was scheduled, in a time zone."""
+    scheduled = flow_run.get_scheduled_start_time() or datetime.now(UTC)
+    return datetime.fromtimestamp(scheduled.timestamp(), ZoneInfo(timezone)).date()
 
 
 def read_dates(lines: Iterable[str]) -> list[date]:
@@ -308,7 +315,6 @@ class _Night:
         night.metrics = _numbers(models.get(found.step, {}))
         night.production = _numbers(models.get("production", {})) if night.base else {}
         ref = request.ref
-        now = current(self.store, ref)
         if found.artifact == night.base:
             return self._end("unchanged", f"the night gave the very bytes that {ref} names")
         verdict = judge(request.rules, night.metrics, night.production if night.base else None)
@@ -316,15 +322,27 @@ class _Night:
         if not verdict.passes:
             return self._end("refused", f"refused by the gate: {verdict}")
         why = str(verdict)
-        if now != found.artifact and request.approve:
-            answer = ask(question(self.store, ref, found.artifact, now, verdict.lines), request.approve_hours)
+        if request.approve and current(self.store, ref) == night.base:
+            answer = ask(question(self.store, ref, found.artifact, night.base, verdict.lines), request.approve_hours)
             if not answer.approved:
                 return self._end("not approved", f"not promoted: {answer.why or 'a person said no'}; {verdict}")
             why = " · ".join(filter(None, [why, answer.why]))
-        if now != found.artifact:  # an attempt that was killed may have moved it already
+        if moved := self._moved_elsewhere(found.artifact):
+            return self._end("refused", moved)
+        if current(self.store, ref) != found.artifact:  # an attempt that was killed may have moved it already
             reason = f"nightly {night.date}: {why}"[:1000]
             promote(self.store, ref, found.artifact, who=store_verbs.who(), why=reason, expect=night.base)
         return self._end("promoted", f"promoted {figures.short(found.artifact)}: {why}")
+
+    def _moved_elsewhere(self, candidate: str) -> str:
+        """Why the candidate cannot be judged any more, where somebody has moved the reference since the night began."""
+        now, base = current(self.store, self.request.ref), self.night.base
+        if now in (base, candidate):
+            return ""
+        return (
+            f"{self.request.ref} names {figures.short(now) or 'nothing'} by now, and the candidate was measured beside "
+            f"{figures.short(base) or 'nothing'}: somebody moved it; run the night again"
+        )
 
     def _end(self, state: Any, message: str) -> Night:
         self.night = self.night.model_copy(update={"state": state, "message": message, "finished": _now()})

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows import figures, summary
+from flows.curves import draw_curves
 from flows.lineage.graph import trace
 from flows.lineage.render import mermaid, tree
 from stages.artifacts import Store
@@ -76,9 +77,11 @@ class PageMaker:
         )
         if curves := summary.training_curves(self.store, made):
             keys.append(page_key(self.recipe, "loss"))
-            picture = base64.b64encode(summary.plot_curves(curves)).decode()
+            picture = base64.b64encode(draw_curves(curves).encode()).decode()
             create_image_artifact(
-                f"data:image/png;base64,{picture}", key=keys[-1], description=f"Training curves: {', '.join(curves)}"
+                f"data:image/svg+xml;base64,{picture}",
+                key=keys[-1],
+                description=f"Training curves: {', '.join(curves)}",
             )
         if report:
             keys.append(page_key(self.recipe, "evaluation"))

@@ -4,7 +4,8 @@ Prefect shows, schedules and cancels; what is done and what is not is decided by
 Prefect's cache: a step whose result is in the store ends in state Cached, at once.
 
 Invariants:
-- However the flow ends, the stages it started are told to stop, are given time to save, and have ended when it returns.
+- However the flow ends, the stages it started are told to stop, are given time to save, and have ended when it returns:
+  where a worker has started it, sooner than the worker kills a run that was cancelled.
 - States tell the truth: Cached, Completed, Failed, Stopped (of type Cancelled: saved, to be gone on from), Skipped (of
   type Cancelled: a step that it needs did not end well). The flow run is Completed only if every step is.
 - A page that cannot be made never fails a run; the flow's log says why.
@@ -33,7 +34,7 @@ from prefect.utilities.annotations import allow_failure
 from pydantic import Field
 
 from flows import figures
-from flows.execute import Execution, Listener, RunResult, StepResult
+from flows.execute import GRACE, Execution, Listener, RunResult, StepResult
 from flows.names import free_run_name
 from flows.pages import PageMaker, StepRow
 from flows.plan import Plan, PlannedStep, make_plan
@@ -47,6 +48,7 @@ from flows.slots import Slots
 from flows.summary import Made
 
 POLL_SECONDS = 5.0  # between two looks at the run's state in Prefect
+WORKER_GRACE = 25.0  # that a stage has to save where a worker started the flow: it kills a cancelled one after 30 s
 WORKERS = 2
 _NOT_CANCELLED = ("cached", "done", "failed")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -185,7 +187,14 @@ def carry_out(session: Session, runner: Runner) -> RunResult:
     """
     events = _Events(session.listener)
     slots = Slots()
-    execution = Execution(session.plan, runner=runner, run_id=session.run_id, listener=events.hear, slots=slots.hold)
+    execution = Execution(
+        session.plan,
+        runner=runner,
+        run_id=session.run_id,
+        listener=events.hear,
+        grace=GRACE if session.on_signal else WORKER_GRACE,
+        slots=slots.hold,
+    )
     slots.execution = execution
     watch = ServerWatch(on_cancel=execution.stop, every=POLL_SECONDS)
     try:

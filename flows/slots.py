@@ -8,20 +8,27 @@ Invariants:
 - A step that is a hit takes no slot; one that waits for a slot can be stopped.
 - A slot is a lease of a minute that a thread renews: what a killed run held is free a minute later.
 - A server that is away stops no stage: it runs without its slot, and the log says so.
+- A run that loses the one slot of its deployment (a night that is paused for its approval, or after an outage longer
+  than the slot's lease) goes on. Two nights at once are safe: steps are computed once, a reference moves by
+  compare-and-swap.
 """
 
 from __future__ import annotations
 
+import contextvars
 import platform
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
+from uuid import UUID
 
 import httpx
 from prefect import get_client, get_run_logger
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import PrefectHTTPStatusError
+from prefect.logging.loggers import get_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from flows.recipe_model import Step
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
 STEPS = "headrace-steps"
 LEASE_SECONDS = 60.0  # the shortest that the server grants
 _PATIENCE = 5.0  # seconds between two looks at whether a step that waits is still wanted
+_RENEWAL_SHARE = 0.25  # of a lease, between two renewals of a deployment's slot
 _AWAY = (httpx.HTTPError, PrefectHTTPStatusError, OSError)
 
 
@@ -102,3 +110,48 @@ class Slots:
                 if not said:
                     get_run_logger().info("%s waits for a slot of %s", step, name)
                     said = True
+
+
+def outlive_lost_slots() -> None:
+    """Have the flow runs of this process go on without the slot of their deployment where they lose it.
+
+    Prefect ends such a run when its next renewal is refused, minutes later: so it would end every run that is paused
+    for longer, for a pause gives the slot up.
+    """
+    import prefect.flow_engine
+
+    prefect.flow_engine.maintain_concurrency_lease = _keep_deployment_slot
+
+
+@contextmanager
+def _keep_deployment_slot(
+    lease_id: UUID,
+    lease_duration: float,
+    raise_on_lease_renewal_failure: bool = False,
+    suppress_warnings: bool = False,
+) -> Iterator[None]:
+    """What Prefect's `maintain_concurrency_lease` does, but no failure ends the run."""
+    over = threading.Event()
+    context = contextvars.copy_context()
+    name = f"slot {lease_id}"
+    thread = threading.Thread(target=context.run, args=(_renew, lease_id, lease_duration, over), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _renew(lease_id: UUID, lease_duration: float, over: threading.Event) -> None:
+    pause = 0.0
+    while not over.wait(pause):
+        try:
+            with get_client(sync_client=True) as client:
+                client.renew_concurrency_lease(lease_id=lease_id, lease_duration=lease_duration)
+            pause = lease_duration * _RENEWAL_SHARE
+        except _AWAY as error:
+            status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+            if status in (404, 410):  # given up by a pause, or run out while the server was away
+                get_logger("concurrency").info("The run goes on without the slot of its deployment.")
+                return
+            pause = _PATIENCE

@@ -7,7 +7,6 @@ computed them.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -149,38 +148,3 @@ def training_curves(store: Store, made: Sequence[Made]) -> dict[str, list[dict[s
         if any("loss" in row for row in rows):
             curves[step.step] = rows
     return curves
-
-
-def plot_curves(curves: Mapping[str, Sequence[Mapping[str, float]]]) -> bytes:
-    """A PNG with one panel a training step: its loss, and its reward on a second axis where it has one."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    columns = min(len(curves), 3)
-    rows = -(-len(curves) // columns)
-    figure = Figure(figsize=(4.0 * columns, 2.8 * rows), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for panel in panels[len(curves) :]:
-        panel.set_visible(False)
-    for panel, (name, points) in zip(panels, curves.items(), strict=False):
-        panel.set_title(name, fontsize=10)
-        panel.set_xlabel("step", fontsize=8)
-        panel.tick_params(labelsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.plot(*_series(points, "loss"), color="#2563eb", linewidth=1.2)
-        panel.set_ylabel("loss", color="#2563eb", fontsize=8)
-        if any("reward" in point for point in points):
-            second = panel.twinx()
-            second.plot(*_series(points, "reward"), color="#d97706", linewidth=1.2)
-            second.set_ylabel("reward", color="#d97706", fontsize=8)
-            second.tick_params(labelsize=8)
-            second.spines["top"].set_visible(False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", metadata={"Software": None})
-    return picture.getvalue()
-
-
-def _series(points: Sequence[Mapping[str, float]], name: str) -> tuple[list[float], list[float]]:
-    found = [(point.get("step", index), point[name]) for index, point in enumerate(points) if name in point]
-    return [step for step, _ in found], [value for _, value in found]

@@ -187,10 +187,12 @@ class _Installation:
         self._missing: set[str] = set()
 
     def _environment(self) -> dict[str, str]:
-        """The environment of all children: the user's, without what leads to another Prefect."""
-        ours = {name: value for name, value in os.environ.items() if name not in ("PREFECT_PROFILE", "PREFECT_API_KEY")}
-        from flows.automations import HEARTBEAT_SECONDS
+        """The environment of all children: the user's, without what leads to another Prefect, and without the
+        webhook's address, which is in a block by then and no business of stages."""
+        from flows.automations import HEARTBEAT_SECONDS, WEBHOOK
 
+        left_out = ("PREFECT_PROFILE", "PREFECT_API_KEY", WEBHOOK)
+        ours = {name: value for name, value in os.environ.items() if name not in left_out}
         ours |= {
             "PREFECT_HOME": str(installation.home()),
             "PREFECT_API_URL": self.api,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import httpx
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import Artifact, FlowRun, TaskRun
+from prefect.client.schemas.responses import SetStateStatus
 from toy_recipe import write_toy
 
 from stages.artifacts import open_store, read_run
@@ -30,12 +32,14 @@ class Installed:
     """`headrace up` in a folder, with `headrace.yaml` there.
 
     Attributes:
-        folder: where it was started; its store is `store` there.
+        folder: where it was started.
+        store_url: its store: `store` there, unless its settings say otherwise.
         said: what the command printed so far.
     """
 
     def __init__(self, folder: Path, home: Path, environment: dict[str, str] | None = None) -> None:
         self.folder, self.home = folder, home
+        self.store_url = str(folder / "store")
         self.environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "HEADRACE_"))
         }
@@ -172,7 +176,7 @@ class Installed:
 
     def document(self, name: str) -> dict[str, Any] | None:
         """What the store knows of a run."""
-        return read_run(open_store(self.folder / "store"), name)
+        return read_run(open_store(self.store_url), name)
 
     def running_step(self, name: str, step: str) -> bool:
         """Whether a step of a run is being computed."""
@@ -187,6 +191,17 @@ def until(test: Callable[[], bool], limit: float, what: str) -> None:
         if time.monotonic() > end:
             raise AssertionError(f"{what}: not within {limit:.0f} s")
         time.sleep(0.2)
+
+
+def resume(installed: Installed, flow_run: UUID, **answer: object) -> None:
+    """As the form of a paused run does, once it is there: the run is paused a moment before its form is saved."""
+
+    def accepted() -> bool:
+        with installed.client() as client:
+            given = client.resume_flow_run(flow_run, run_input=dict(answer))
+        return given.status == SetStateStatus.ACCEPT
+
+    until(accepted, 60, "the answer is taken")
 
 
 def children(pid: int) -> list[int]:
@@ -247,3 +262,9 @@ def prepared(folder: Path) -> Installed:
     write_toy(folder)
     (folder / "headrace.yaml").write_text(SETTINGS)
     return Installed(folder, folder / "home")
+
+
+def copy_mini(folder: Path) -> None:
+    """Have the quickstart in miniature, `mini.yaml`, in a folder."""
+    for name in ("mini.yaml", "mini_rewards.py"):
+        shutil.copy(ROOT / "tests" / "end_to_end" / name, folder / name)

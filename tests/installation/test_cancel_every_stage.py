@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
+from uuid import UUID
 
 import pytest
-from installed import ROOT, Installed, gone, until
+from clicks import click_cancel, open_run
+from installed import Installed, gone, until
 from prefect.states import Cancelling
 
 pytestmark = pytest.mark.slow
 
-MINI = ROOT / "tests" / "end_to_end"
 # What makes the step long enough to be caught; steps before it are cached. Training steps save at every step, so that
 # some cancellations come during a save.
 STAGES = {
@@ -29,18 +28,8 @@ STAGES = {
 TRAINING = ("base", "sft", "dpo", "grpo")
 
 
-@pytest.fixture(scope="module")
-def mini(installed: Installed) -> Iterator[Installed]:
-    for name in ("mini.yaml", "mini_rewards.py"):
-        shutil.copy(MINI / name, installed.folder / name)
-    run = installed.run_recipe("mini.yaml", limit=1500)
-    assert run.state_name == "Completed", run.state
-    yield installed
-    Path(installed.folder / "mini.yaml").unlink()
-
-
-@pytest.mark.parametrize("step", STAGES)
-def test_a_stage_that_is_cancelled_saves_and_leaves_nothing(mini: Installed, step: str) -> None:
+def start(mini: Installed, step: str) -> UUID:
+    """Start a run that computes a step anew, and wait until it is being computed."""
     flow_run = mini.submit_recipe("mini.yaml", *STAGES[step], until=[step], force=[step])
     name = mini.reached(flow_run, lambda run: run.state_name not in ("Scheduled", "Pending")).name
 
@@ -51,9 +40,12 @@ def test_a_stage_that_is_cancelled_saves_and_leaves_nothing(mini: Installed, ste
     until(seen, 300, f"{step} runs")
     if step in TRAINING:
         until(lambda: mini.progress(flow_run, f"mini-{step}-progress") > 0, 300, f"progress of {step}")
+    return flow_run
+
+
+def check_cancelled(mini: Installed, flow_run: UUID, step: str) -> None:
+    """The run ends as Cancelled, what a training step has done is saved, and no process is left."""
     begun = time.monotonic()
-    with mini.client() as client:
-        client.set_flow_run_state(flow_run, Cancelling())
     run = mini.ended(flow_run)
     print(f"{step}: cancelled in {time.monotonic() - begun:.1f} s")
     assert run.state is not None
@@ -68,3 +60,19 @@ def test_a_stage_that_is_cancelled_saves_and_leaves_nothing(mini: Installed, ste
     if step in TRAINING:
         assert ended["status"] == "stopped"
         assert ended["saved_step"] > 0
+
+
+@pytest.mark.parametrize("step", STAGES)
+def test_a_stage_that_is_cancelled_saves_and_leaves_nothing(mini: Installed, step: str) -> None:
+    flow_run = start(mini, step)
+    with mini.client() as client:
+        client.set_flow_run_state(flow_run, Cancelling())
+    check_cancelled(mini, flow_run, step)
+
+
+@pytest.mark.parametrize("step", ["base", "grpo"])
+def test_a_stage_is_cancelled_by_clicks_on_the_page_of_its_run(mini: Installed, page: Any, step: str) -> None:
+    flow_run = start(mini, step)
+    open_run(page, mini, flow_run)
+    click_cancel(page)
+    check_cancelled(mini, flow_run, step)

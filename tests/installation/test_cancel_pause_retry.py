@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from uuid import UUID
 
 import pytest
-from installed import Installed, gone, processes_of, until
+from installed import Installed, gone, processes_of, resume, until
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.responses import SetStateStatus
 from prefect.states import Cancelling, Scheduled
 
 from stages.artifacts import open_store, read_ref, results
-
-SLOW = ("better.max_steps=400", "better.pause=0.1")
 
 
 def cancel(installed: Installed, flow_run: UUID) -> None:
@@ -22,28 +20,17 @@ def cancel(installed: Installed, flow_run: UUID) -> None:
         client.set_flow_run_state(flow_run, Cancelling())
 
 
-def resume(installed: Installed, flow_run: UUID, **answer: object) -> None:
-    """As the form of a paused run does, once it is there: the run is paused a moment before its form is saved."""
-
-    def accepted() -> bool:
-        with installed.client() as client:
-            given = client.resume_flow_run(flow_run, run_input=dict(answer))
-        return given.status == SetStateStatus.ACCEPT
-
-    until(accepted, 60, "the answer is taken")
-
-
-def start(installed: Installed, *overrides: str, step: str = "better") -> UUID:
-    """Start the toy recipe and wait until a step runs."""
-    recipe = "toy.yaml"
-    flow_run = installed.submit("headrace/pipeline", recipe=recipe, overrides=list(overrides))
-    until(lambda: installed.running_step(installed.read(flow_run).name, step), 300, f"{step} runs")
+def start_held(installed: Installed, hold: Path, *overrides: str) -> UUID:
+    """Start the toy recipe and wait until its step `better` stays at its second training step, until `hold` is gone."""
+    hold.touch()
+    flow_run = installed.submit("headrace/pipeline", recipe="toy.yaml", overrides=[*overrides, f"better.hold={hold}"])
+    until(Path(f"{hold}.here").exists, 300, "better runs")
     return flow_run
 
 
-def test_a_cancelled_run_saves_ends_and_a_retry_goes_on_from_there(installed: Installed) -> None:
-    flow_run = start(installed, "better.rate=0.41", *SLOW)
-    until(lambda: installed.progress(flow_run, "toy-better-progress") > 0, 120, "progress")
+def test_a_cancelled_run_saves_ends_and_a_retry_goes_on_from_there(installed: Installed, tmp_path: Path) -> None:
+    hold = tmp_path / "hold"
+    flow_run = start_held(installed, hold, "better.rate=0.41", "better.max_steps=6")
     cancel(installed, flow_run)
     run = installed.ended(flow_run)
     assert run.state is not None
@@ -51,28 +38,32 @@ def test_a_cancelled_run_saves_ends_and_a_retry_goes_on_from_there(installed: In
     gone(flow_run)
     document = installed.document(run.name)
     assert document is not None
-    saved = document["steps"]["better"]["saved_step"]
     assert document["steps"]["better"]["status"] == "stopped"
-    assert saved > 0
+    assert document["steps"]["better"]["saved_step"] == 2
 
+    hold.unlink()
     with installed.client() as client:  # the page's Retry
         client.set_flow_run_state(flow_run, Scheduled(name="AwaitingRetry"))
     run = installed.reached(flow_run, lambda run: run.state is not None and run.state.is_completed())
     resumed = installed.document(f"{run.name}-2")
     assert resumed is not None
     assert [resumed["steps"][step]["status"] for step in ("words", "model")] == ["cached", "cached"]
-    assert f"saved progress at step {saved}" in resumed["steps"]["better"]["reason"]
+    assert "saved progress at step 2" in resumed["steps"]["better"]["reason"]
 
 
-def test_cancel_reaches_a_stage_that_is_saving_or_does_not_listen(installed: Installed) -> None:
-    flow_run = start(
-        installed, "better.rate=0.42", "better.max_steps=200", "better.pause=0.1", "better.ignore_stop=true"
-    )
+@pytest.mark.slow
+def test_a_stage_that_does_not_listen_is_killed_before_the_worker_gives_up(
+    installed: Installed, tmp_path: Path
+) -> None:
+    flow_run = start_held(installed, tmp_path / "hold", "better.rate=0.42", "better.ignore_stop=true")
     cancel(installed, flow_run)
     run = installed.ended(flow_run)
     assert run.state is not None
     assert run.state.is_cancelled()
-    gone(flow_run)
+    assert not processes_of(flow_run), "the stage outlives its run"
+    document = installed.document(run.name)
+    assert document is not None
+    assert document["state"] == "stopped"  # so the flow itself came to its end
 
 
 @pytest.mark.slow

@@ -6,13 +6,21 @@ import os
 import signal
 import sqlite3
 import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 from uuid import UUID
 
+import httpx
 import pytest
-from installed import Installed, engine_of, gone, kill, processes_of, until
+from installed import Installed, engine_of, gone, kill, processes_of, resume, until
 from prefect.states import Cancelling, Scheduled
 
+from stages.artifacts import open_store, read_nights, read_ref
+
 pytestmark = pytest.mark.slow
+
+LATE = ("Late", "Cancelled")  # what waits for a worker; where there is no slot for it, the server cancels it
 
 
 def start(installed: Installed, rate: float, steps: int = 250) -> UUID:
@@ -21,6 +29,21 @@ def start(installed: Installed, rate: float, steps: int = 250) -> UUID:
     flow_run = installed.submit("headrace/pipeline", recipe="toy.yaml", overrides=overrides)
     until(lambda: installed.progress(flow_run, "toy-better-progress") > 0, 300, "progress of better")
     return flow_run
+
+
+def submitted_when_up(installed: Installed, deployment: str, **parameters: Any) -> UUID:
+    """Trigger a run as soon as the server is there again."""
+    found: list[UUID] = []
+
+    def submit() -> bool:
+        try:
+            found.append(installed.submit(deployment, **parameters))
+        except (httpx.HTTPError, OSError):
+            return False
+        return True
+
+    until(submit, 300, "the server is there again")
+    return found[0]
 
 
 def check_ended_well(installed: Installed, flow_run: UUID) -> None:
@@ -140,3 +163,80 @@ def test_stopping_saves_what_runs_and_the_next_start_goes_on(own: Installed) -> 
     assert document is not None
     assert document["steps"]["words"]["status"] == "cached"
     assert "saved progress at step" in document["steps"]["better"]["reason"]
+
+
+@pytest.mark.timeout(1500)
+def test_a_night_outlives_an_outage_in_which_its_slot_had_to_be_renewed(own: Installed, tmp_path: Path) -> None:
+    own.start()
+    hold = tmp_path / "hold"
+    hold.touch()
+    overrides = ["better.rate=0.81", "better.max_steps=4", f"better.hold={hold}"]
+    flow_run = own.submit("nightly/production", overrides=overrides)
+    until(Path(f"{hold}.here").exists, 300, "better runs")
+    begun = own.read(flow_run).start_time
+    assert begun is not None
+    assert own.process is not None
+    # Prefect renews the slot of the deployment 225 seconds after the run has begun, and tries three times.
+    time.sleep(max(0.0, begun.timestamp() + 215 - time.time()))
+    os.kill(own.process.pid, signal.SIGSTOP)  # or it would start the server again at once
+    try:
+        kill([own.child("flows.local_server")])
+        time.sleep(45)
+        assert processes_of(flow_run)
+    finally:
+        os.kill(own.process.pid, signal.SIGCONT)
+    second = submitted_when_up(own, "nightly/production", overrides=overrides)
+    assert own.ended(second).state_name == "Cancelled"  # the slot is still the first one's
+    hold.unlink()
+    run = own.ended(flow_run)
+    assert (run.state_name, run.run_count) == ("Promoted", 1), run.state
+
+
+def test_a_night_waits_for_its_approval_though_its_slot_is_given_up_meanwhile(installed: Installed) -> None:
+    flow_run = installed.submit("nightly/production", overrides=["better.rate=0.84"], approve=True)
+    installed.reached(flow_run, lambda run: run.state_name == "Paused")
+    time.sleep(245)  # longer than until Prefect renews the slot, which a paused run has no more
+    assert installed.read(flow_run).state_name == "Paused"
+    resume(installed, flow_run, promote=True, why="looks right")
+    assert installed.ended(flow_run).state_name == "Promoted"
+
+
+def test_an_approval_of_what_was_measured_beside_another_model_promotes_nothing(installed: Installed) -> None:
+    installed.run("nightly/production", overrides=["better.rate=0.85"])
+    flow_run = installed.submit("nightly/production", overrides=["better.rate=0.86"], approve=True)
+    installed.reached(flow_run, lambda run: run.state_name == "Paused")
+    second = installed.run("nightly/production", overrides=["better.rate=0.87"])
+    assert second.state_name == "Promoted", second.state
+    resume(installed, flow_run, promote=True, why="looks right")
+    run = installed.ended(flow_run)
+    assert run.state_name == "Refused", run.state
+    assert "somebody moved it" in str(run.state and run.state.message)
+    store = open_store(installed.store_url)
+    night = next(item for item in read_nights(store, "production").nights if item.id.startswith(str(second.id)))
+    assert read_ref(store, "production").artifact == night.artifact
+
+
+def test_late_nights_do_not_pile_up_behind_a_worker_that_was_away(installed: Installed) -> None:
+    worker = installed.child("prefect worker start")
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        overrides = ["better.rate=0.82", "better.max_steps=40", "better.pause=0.5"]
+        nights = [installed.submit("nightly/production", overrides=overrides) for _ in range(6)]
+        until(lambda: all(installed.read(night).state_name in LATE for night in nights), 300, "all nights are late")
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    ended = [installed.ended(night).state_name for night in nights]
+    assert sorted(ended) == ["Cancelled"] * 5 + ["Promoted"]
+
+
+def test_a_night_that_begins_late_has_the_date_for_which_it_was_scheduled(installed: Installed) -> None:
+    due = datetime.now(UTC) - timedelta(days=2)
+    with installed.client() as client:
+        deployment = client.read_deployment_by_name("nightly/production")
+        flow_run = client.create_flow_run_from_deployment(
+            deployment.id, parameters={"overrides": ["better.rate=0.83"]}, state=Scheduled(scheduled_time=due)
+        )
+    assert installed.ended(flow_run.id).state_name == "Promoted"
+    night = read_nights(open_store(installed.store_url), "production").nights[-1]
+    assert night.id.startswith(str(flow_run.id))
+    assert night.date == due.date().isoformat()

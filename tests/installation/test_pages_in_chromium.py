@@ -7,39 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import pytest
+from clicks import add_setting, choose, click_cancel, open_form, open_run, submitted
 from installed import Installed, gone, until
 
-playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium (apt-get install chromium)"),
-]
-LONG = 120_000  # milliseconds; the pages are large, and the machine may be busy
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    page = browser.new_page(viewport={"width": 1280, "height": 1120})
-    page.set_default_timeout(LONG)
-    yield page
-    page.close()
+pytestmark = pytest.mark.slow
 
 
 # A photograph shows a folder that could be anybody's in place of the test's own.
@@ -55,37 +30,6 @@ def photograph(page: Any, installed: Installed, name: str) -> None:
         page.wait_for_timeout(15_000)  # the graph of tasks is drawn slowly
         page.evaluate(RENAME, [str(installed.folder), "/srv/headrace"])
         page.screenshot(path=str(Path(folder) / f"{name}.png"))
-
-
-def open_form(page: Any, installed: Installed) -> None:
-    """From the list of deployments to the form of `pipeline`, as a person goes."""
-    page.goto(f"{installed.addresses['pages']}/v2/deployments")
-    link = page.get_by_role("link", name="pipeline", exact=True).first
-    link.wait_for()
-    link.evaluate("link => link.click()")  # the table redraws itself, and is never still on a busy machine
-    page.get_by_role("button", name="Run", exact=True).click()
-    page.get_by_role("menuitem", name="Custom run").click()
-    page.get_by_text("Changed settings").wait_for()
-
-
-def choose(page: Any, title: str, *options: str) -> None:
-    """Choose in the select or multi-select of a field."""
-    page.get_by_role("button", name=f"Select {title}", exact=True).click()
-    for option in options:
-        page.get_by_role("option", name=option, exact=True).click()
-    page.keyboard.press("Escape")
-
-
-def add_setting(page: Any, text: str) -> None:
-    page.get_by_role("button", name="Add item").click()
-    page.locator("textarea").first.fill(text)
-
-
-def submitted(page: Any) -> UUID:
-    """Press Submit; the id of the run that this made."""
-    with page.expect_response(lambda answer: "create_flow_run" in answer.url) as made:
-        page.get_by_role("button", name="Submit").click()
-    return UUID(made.value.json()["id"])
 
 
 def test_a_run_is_started_from_the_form_by_clicks_with_changed_fields_and_finishes(
@@ -126,22 +70,18 @@ def test_a_running_pipeline_is_cancelled_from_its_page_and_a_finished_one_shows_
     )
     until(lambda: installed.running_step(installed.read(flow_run).name, "better"), 300, "better runs")
     until(lambda: "toy-better-progress" in installed.pages(flow_run), 120, "progress")
-    page.goto(f"{pages}/v2/runs/flow-run/{flow_run}")
+    open_run(page, installed, flow_run)
     page.get_by_role("tab", name="Artifacts").click()
     page.get_by_text("toy-better-progress").first.wait_for()
     photograph(page, installed, "prefect-running")
-    page.get_by_role("button", name="Actions menu", exact=False).or_(
-        page.locator("button:has(svg.lucide-ellipsis-vertical)")
-    ).first.click()
-    page.get_by_role("menuitem", name="Cancel").click()
-    page.get_by_role("button", name=re.compile("Cancel.*")).last.click()
+    click_cancel(page)
     run = installed.ended(flow_run)
     assert run.state is not None
     assert run.state.is_cancelled()
     gone(flow_run)
 
     run = installed.run("headrace/pipeline", recipe="toy.yaml", overrides=["better.rate=0.63"])
-    page.goto(f"{pages}/v2/runs/flow-run/{run.id}")
+    open_run(page, installed, run.id)
     page.get_by_role("tab", name="Artifacts").click()
     photograph(page, installed, "prefect-finished")
     answer = installed.pages(run.id)["toy-run"]

@@ -10,6 +10,7 @@ import sys
 import httpx
 import pytest
 from installed import Installed
+from receiver import Receiver
 
 
 def headrace(installed: Installed, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -69,7 +70,9 @@ def test_the_form_offers_recipes_and_steps_and_refuses_what_is_not_there(install
             installed.submit("headrace/pipeline", **wrong)
 
 
-def test_a_wrong_setting_fails_the_run_with_the_sentence_of_the_command(installed: Installed) -> None:
+def test_a_wrong_setting_fails_the_run_with_the_sentence_of_the_command_and_tells_the_webhook(
+    installed: Installed, receiver: Receiver
+) -> None:
     recipe = "toy.yaml"
     run = installed.run("headrace/pipeline", recipe=recipe, overrides=["better.rat=1"])
     assert run.state_name == "Failed"
@@ -77,6 +80,12 @@ def test_a_wrong_setting_fails_the_run_with_the_sentence_of_the_command(installe
     sentence = said.removeprefix("headrace: ").strip()
     assert "Did you mean rate?" in sentence
     assert sentence in str(run.state.message)
+    notice = receiver.notice(lambda notice: run.name in notice["subject"])
+    assert notice["subject"] == f"headrace {run.name}: Failed"
+    told = notice["text"].splitlines()
+    assert told[0] == notice["subject"]
+    assert sentence in notice["text"]
+    assert told[-1] == f"{installed.addresses['pages']}/v2/runs/flow-run/{run.id}"
 
 
 def test_run_in_another_terminal_uses_the_server_that_is_up(installed: Installed) -> None:

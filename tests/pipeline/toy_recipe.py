@@ -37,9 +37,12 @@ class Config(StageConfig):
     max_steps: int = 3
     pause: Annotated[float, NotIdentity()] = 0.0
     ignore_stop: Annotated[bool, NotIdentity()] = False
+    hold: Annotated[str, NotIdentity()] = ""
 """
+# `hold` is a file: while it is there the stage stays at its second step, and says so by a file HOLD.here.
 TRAIN_STAGE = """
 import json, time
+from pathlib import Path
 from stages.contract import Stopped
 
 def run(context):
@@ -56,6 +59,11 @@ def run(context):
         rows.append({"step": done, "loss": 1.0 / done})
         context.metric(done, loss=1.0 / done)
         context.progress(done, config.max_steps, loss=1.0 / done, tokens_per_second=1000.0)
+        while config.hold and done == 2 and Path(config.hold).exists():
+            Path(config.hold + ".here").touch()
+            if context.stop_requested and not config.ignore_stop:
+                break
+            time.sleep(0.05)
         if context.stop_requested and not config.ignore_stop and done < config.max_steps:
             folder = context.scratch / f"save{done}"
             folder.mkdir()
