@@ -33,6 +33,7 @@ from stages.artifacts import (
     Result,
     Store,
     StoreError,
+    has_blobs,
     import_files,
     is_complete,
     manifest_of,
@@ -71,13 +72,20 @@ class Source:
     splits: tuple[str, ...] | None = None
 
 
-def resolve(ref: InputRef, folder: Path, store: Store, cache: HashCache | None = None) -> Source:
+def resolve(
+    ref: InputRef,
+    folder: Path,
+    store: Store,
+    cache: HashCache | None = None,
+    seen: dict[str, int] | None = None,
+) -> Source:
     """What a reference stands for now.
 
     Args:
         ref: any reference but one to a step.
         folder: the recipe's folder, which relative paths start from.
         cache: remembers hashes of files.
+        seen: blobs that were found a moment ago, as of `is_complete`.
 
     Raises:
         RecipeError: nothing matches, a file cannot be read, the store has no such artifact, or it is not whole.
@@ -88,11 +96,11 @@ def resolve(ref: InputRef, folder: Path, store: Store, cache: HashCache | None =
                 kind, files = find_files(ref.patterns, folder)
                 return Source(ref, kind, manifest_of(files, kind, cache).digest, tuple(files))
             case "artifact":
-                return _stored(ref, store, resolve_digest(store, ref.target))
+                return _stored(ref, store, resolve_digest(store, ref.target), seen)
             case "ref":
-                return _stored(ref, store, read_ref(store, ref.target).artifact)
+                return _stored(ref, store, read_ref(store, ref.target).artifact, seen)
             case "hf":
-                result = read_result(store, "hf", _hub_key(ref.target))
+                result = read_result(store, "hf", _hub_key(ref.target), seen)
                 return Source(ref, None, None) if result is None else Source(ref, result.kind, result.artifact)
     except (ValueError, StoreError) as error:
         raise RecipeError(f"{ref.where}: input {ref.name}: {str(error).rstrip('.')}.") from error
@@ -305,10 +313,10 @@ def _check_shards(folder: Path, names: Collection[str]) -> None:
         )
 
 
-def _stored(ref: InputRef, store: Store, digest: str) -> Source:
+def _stored(ref: InputRef, store: Store, digest: str, seen: dict[str, int] | None) -> Source:
     """An artifact that must be whole in the store already."""
     manifest = read_manifest(store, digest)
-    if not is_complete(store, digest):
+    if not has_blobs(store, manifest, seen):
         raise ValueError(
             f"artifact {digest} is not whole in store {store.url}; `headrace verify` names what is missing"
         )

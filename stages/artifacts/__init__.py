@@ -5,7 +5,7 @@ The format of a store is specified in docs/artifacts.md.
 
 from stages.artifacts.cache import open_cache
 from stages.artifacts.code import keep_code
-from stages.artifacts.fetch import fetch, is_complete, pull, read_manifest, resolve_digest
+from stages.artifacts.fetch import fetch, has_blobs, is_complete, pull, read_manifest, resolve_digest
 from stages.artifacts.folder import FolderStore
 from stages.artifacts.gc import Collection, Garbage, collect
 from stages.artifacts.leases import Lease, LeaseLost, LeaseRecord, acquire, leases, read_lease
@@ -73,6 +73,7 @@ __all__ = [
     "fetch",
     "files_below",
     "find_secret",
+    "has_blobs",
     "hash_file",
     "import_files",
     "is_about_manifest",
