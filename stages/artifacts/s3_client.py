@@ -1,4 +1,4 @@
-"""The connection to S3: a client of botocore (which boto3 is made of) from the environment, and its errors as one sentence each.
+"""The connection to S3: a botocore client from the environment, and its errors as one sentence each.
 
 Endpoint, region, credentials, profile, proxies and certificates are found as in every program that uses boto3
 (AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION, AWS_PROFILE, AWS_ACCESS_KEY_ID, files below
