@@ -39,8 +39,8 @@ from stages.os_errors import explained
 
 _FILES_AT_ONCE = 4
 _REQUESTS_AT_ONCE = 8
-_PUTS_AT_ONCE = 32  # of small files
 _LISTINGS_AT_ONCE = 16
+_PUTS_AT_ONCE = 32  # of small files
 _SMALL = 1 << 20  # files up to this size are looked up together, not one by one
 _PAGE = 1000  # objects that one request lists
 _HEADS = 40  # looking up this many objects one by one costs as much as listing a page of 1,000
@@ -65,17 +65,22 @@ class _Stored(NamedTuple):
 class S3Store:
     """A store at `s3://bucket` or `s3://bucket/prefix`. Safe for many threads, processes and hosts at once.
 
+    Args:
+        noun: what messages call it.
+
     Raises:
         StoreError: the URL is not of that form.
     """
 
     remote = True
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, noun: str = "store") -> None:
+        self.noun = noun
         self.bucket, self.prefix = s3_client.parse_url(url)
         self.url = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self._lock = threading.Lock()
         self._made: Any = None
+        self._address = ""
         self._bulk: BulkClient | None = None
         self._pid = 0
         self._sse = s3_client.encryption()
@@ -101,10 +106,16 @@ class S3Store:
                 except FAULTS as error:
                     raise self._explain(first, error, "list", self.bucket) from error
                 self._made, self._pid = s3_client.make_client(session), os.getpid()
-                address = asked[-1].partition("?")[0].rstrip("/")
+                self._address = asked[-1].partition("?")[0].rstrip("/")
                 plain = not self._sse and not self.bucket.endswith("--x-s3")
-                self._bulk = open_bulk(session, address, first.meta.region_name, self.prefix) if plain else None
+                region = first.meta.region_name
+                self._bulk = open_bulk(session, self._address, region, self.prefix) if plain else None
             return self._made
+
+    @property
+    def address(self) -> str:
+        """URL of the folder that it lies in, as requests have it: it names the server, too."""
+        return f"{self._address if self.client else ''}/{self.prefix}".rstrip("/")
 
     def _bulk_client(self) -> BulkClient | None:
         """The client for many small objects, where there can be one: made with the other, for this process."""
@@ -162,6 +173,11 @@ class S3Store:
                 if status(error) == 403:  # a HEAD cannot say why; a GET can
                     self.client.get_object(Bucket=self.bucket, Key=name, Range="bytes=0-0")["Body"].close()
                 raise
+
+    def is_still(self, key: str, mark: str) -> bool:
+        """Whether an object is there, and the one that was listed with this mark."""
+        head = self._head(key)
+        return head is not None and str(head.get("ETag", "")).strip('"') == mark
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         """Sizes of the objects that are there: by listing where many of those listed are asked for, else one by one."""
@@ -284,7 +300,7 @@ class S3Store:
         Small ones are all hashed first, then looked up together, and those that are missing are sent.
         """
         had = list(known or [None] * len(paths))
-        small = [index for index, path in enumerate(paths) if _size_of(path) <= _SMALL]
+        small = [index for index, path in enumerate(paths) if s3_transfer.size_of(path) <= _SMALL]
         done: dict[int, tuple[str, int]] = {}
         if len(small) > _HEADS:
             done = self._put_small(small, paths, had)
@@ -435,7 +451,8 @@ class S3Store:
             raise self._explain(self._made, error, verb, what) from error
 
     def _explain(self, client: Any, error: BaseException, verb: str, what: str) -> StoreError:
-        return s3_client.explain(error, self.url, self.bucket, s3_client.endpoint(client), verb, what)
+        where = s3_client.endpoint(client)
+        return s3_client.explain(error, f"{self.noun} {self.url}", self.bucket, where, verb, what)
 
 
 def _next_segment(base: str, key: str) -> str:
@@ -466,13 +483,6 @@ def _common(one: str, other: str) -> str:
         (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
     return one[:length]
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {explained(error)}") from error
 
 
 def _hashes(path: Path) -> tuple[str, int, str]:

@@ -202,16 +202,15 @@ def may_have_happened(error: BaseException) -> bool:
     return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0)) > 0
 
 
-def explain(error: BaseException, url: str, bucket: str, where: str, verb: str, what: str) -> StoreError:
+def explain(error: BaseException, store: str, bucket: str, where: str, verb: str, what: str) -> StoreError:
     """One sentence for what went wrong.
 
     Args:
         error: what an operation of the client raised.
-        url, bucket: the store's.
+        store, bucket: the store, such as "store s3://bucket/prefix", and its bucket.
         where: the endpoint.
         verb, what: what was tried ("read", "write", "delete", "list") on which key.
     """
-    store = f"store {url}"
     if isinstance(inner := getattr(error, "kwargs", {}).get("error"), StoreError):  # of the file that was being sent
         return inner
     if isinstance(error, aws.ClientError):
@@ -244,7 +243,7 @@ def _explain_answer(error: aws.ClientError, store: str, bucket: str, where: str,
     code, said = error_code(error), str(error.response.get("Error", {}).get("Message", "")).strip().rstrip(".")
     headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     if code == "NoSuchBucket":
-        return StoreError(f"{store}: {where} has no bucket {bucket}; create it, or give another store with --store")
+        return StoreError(f"{store}: {where} has no bucket {bucket}; create it, or give another one")
     if code == "NoSuchKey" or (code == "404" and verb == "read"):
         return NotInStore(f"{store} has no {what}")
     if code in _WRONG_KEY:

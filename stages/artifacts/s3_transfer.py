@@ -70,6 +70,18 @@ def base64_of(digest: bytes) -> str:
     return base64.b64encode(digest).decode()
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a file.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {explained(error)}") from error
+
+
 def hash_for_upload(path: Path) -> Hashed:
     """Read a file once.
 
