@@ -97,6 +97,11 @@ REFERENCES = (
         '`data/train.jsonl`, `./words`, `"data/**/*.txt"`',
         "a file, a folder (without hidden files), a glob; a list of them is one artifact",
     ),
+    (
+        '`"s3://bucket/logs/*.jsonl"`',
+        "the same in a bucket ([credentials](s3.md#address-and-credentials)): an object, a folder, a glob. What was read "
+        "once is not read again until it changes",
+    ),
     ('`"stdlib:pydoc_data/*.py"`', "files of the standard library of the Python that runs"),
     (
         "`./model` with a `config.json` in it",

@@ -195,7 +195,10 @@ def verify(
 @app.command(name="import")
 def import_(
     paths: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="A model's folder, or data files, folders and patterns.")
+        list[str],
+        typer.Argument(
+            metavar="PATH...", help="A model's folder, or data: files, folders, patterns, s3://BUCKET/PATH."
+        ),
     ],
     ref: Annotated[str | None, typer.Option("--ref", metavar="NAME", help="A reference that shall name it.")] = None,
     why: Annotated[str, typer.Option("--why", metavar="TEXT", help="For the reference's history.")] = "",

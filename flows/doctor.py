@@ -23,7 +23,7 @@ from flows.runners.gpus import visible_gpus
 from stages.artifacts import FolderStore, StoreError, open_cache, open_store
 from stages.artifacts.check import Check, check_store
 
-_NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "pyarrow", "prefect", "boto3")
+_NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "pyarrow", "prefect", "botocore")
 _LITTLE_DISK = 5 << 30
 _MARKS = {"ok": "ok", "warning": "warning", "unsafe": "UNSAFE", "failed": "FAILED"}
 

@@ -64,6 +64,7 @@ from stages.artifacts import (
     promote,
     read_manifest,
     read_nights,
+    size_of,
     write_night,
 )
 
@@ -285,7 +286,7 @@ class _Night:
         """Path -> size of the files of an input now."""
         step, _, input_name = name.partition(".")
         source = make_plan(self.recipe, self.store).sources[step, input_name]
-        return {path: file.stat().st_size for path, file in source.files}
+        return {path: size_of(file) for path, file in source.files}
 
     def _starting_from(self, base: str) -> Iterator[str]:
         """The changed settings that start from a model, and measure it beside the candidate."""

@@ -179,7 +179,13 @@ class Planner:
             raise RecipeError(f"{step.where}: {step.name}: {str(error).rstrip('.')}.") from error
 
     def decide(
-        self, step: Step, inputs: dict[str, str | None], waiting: dict[str, str], *, strict: bool = True
+        self,
+        step: Step,
+        inputs: dict[str, str | None],
+        waiting: dict[str, str],
+        *,
+        strict: bool = True,
+        seen: dict[str, int] | None = None,
     ) -> PlannedStep:
         """Whether a step is a hit, and if not, why it runs.
 
@@ -187,6 +193,7 @@ class Planner:
             inputs: input name -> digest, None where it is yet to be made.
             waiting: for the inputs yet to be made, the step that makes them, or "" for a model of the hub.
             strict: refuse `--accept-code` where there is nothing to accept, rather than let the step run.
+            seen: blobs that were found a moment ago, as of `is_complete`.
 
         Raises:
             RecipeError: so refused, or its code cannot be read.
@@ -197,7 +204,7 @@ class Planner:
         key = self.key(step, known) if len(known) == len(inputs) else None
         forced = step.name in self.force
         if key is not None and not forced:
-            result = read_result(self.store, step.stage, key)
+            result = read_result(self.store, step.stage, key, seen)
             if result is not None:
                 note = drift(result.environment, self.environment)
                 return PlannedStep(**base, key=key, status="hit", note=note, **_made(result))
@@ -310,7 +317,8 @@ def _make_plan(recipe: Recipe, store: Store, force: Sequence[str], until: Sequen
     if both := sorted(set(force) & set(accept)):
         raise RecipeError(f"--force {both[0]} and --accept-code {both[0]}: choose one; to force is to run it anew.")
     hashes = HashCache(cache_path(store))
-    sources = _resolve_sources(recipe, store, order, hashes)
+    seen: dict[str, int] = {}  # of this one look: a plan that is carried out looks again at each step
+    sources = _resolve_sources(recipe, store, order, hashes, seen)
     planner = Planner(recipe, store, force=force, accept_code=accept)
     planned: dict[str, PlannedStep] = {}
     for name in order:
@@ -322,7 +330,7 @@ def _make_plan(recipe: Recipe, store: Store, force: Sequence[str], until: Sequen
             inputs[ref.name] = digest
             if digest is None:
                 waiting[ref.name] = ref.target if ref.source == "step" else ""
-        planned[name] = planner.decide(step, inputs, waiting)
+        planned[name] = planner.decide(step, inputs, waiting, seen=seen)
     return Plan(
         recipe, store, list(planned.values()), planner.force, planner.accept_code, tuple(until), sources, hashes
     )
@@ -347,7 +355,7 @@ def output_of(planned: PlannedStep, ref: InputRef) -> str | None:
 
 
 def _resolve_sources(
-    recipe: Recipe, store: Store, order: Iterable[str], cache: HashCache
+    recipe: Recipe, store: Store, order: Iterable[str], cache: HashCache, seen: dict[str, int]
 ) -> dict[tuple[str, str], Source]:
     found: dict[tuple[str, str], Source] = {}
     mistakes: list[str] = []
@@ -357,7 +365,7 @@ def _resolve_sources(
             if ref.source == "step":
                 continue
             try:
-                source = resolve(ref, recipe.folder, store, cache)
+                source = resolve(ref, recipe.folder, store, cache, seen)
             except RecipeError as error:
                 mistakes.append(str(error))
                 continue

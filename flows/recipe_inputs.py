@@ -208,6 +208,9 @@ def _outputs(steps: dict[str, Step], reader: Step) -> list[tuple[str, str, str |
 
 def name_problem(given: str) -> str:
     """Why no file can have the name that an input is given; "" if one can."""
+    if given.startswith("s3://"):
+        named = re.match(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|\Z)", given)
+        return "" if named else "names no bucket; write s3://BUCKET/PATH"
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", given):
         return "is a URL, and nothing is fetched from one; download it and give the path of the file"
     try:

@@ -1,10 +1,11 @@
-"""Where the inputs of a recipe that no step makes come from: files, the standard library, artifacts, refs and the hub.
+"""Where the inputs of a recipe that no step makes come from: files, buckets, artifacts, refs and the hub.
 
 The model: `resolve` turns a reference into a `Source`: the digest of its artifact, as far as it can be known without
 writing anything, and what is needed to bring it into the store. `bring` does that and returns the digest.
 
 Invariants:
-- `resolve` writes nothing to the store and loads nothing from the network.
+- `resolve` writes nothing to the store, and loads nothing from the network but data of a bucket that it has not hashed
+  yet: without it a key cannot be known.
 - A `source` artifact holds the raw files as they are, so any model can be traced to bytes that are kept. The path of a
   file in it never depends on where the data lies: it is relative to what the recipe's patterns have in common.
 - No pickle enters the store as part of a model: a model's folder is taken without them, and refused if there are no
@@ -28,11 +29,14 @@ from typing import Any
 
 from flows.recipe_model import InputRef, RecipeError
 from stages.artifacts import (
+    DataObject,
     HashCache,
     NotInStore,
     Result,
     Store,
     StoreError,
+    find_objects,
+    has_blobs,
     import_files,
     is_complete,
     manifest_of,
@@ -42,6 +46,7 @@ from stages.artifacts import (
     resolve_digest,
     write_result,
 )
+from stages.artifacts.objects import SCHEME
 from stages.os_errors import explained
 
 # What is taken of a model's folder: weights as safetensors, configuration, tokenizer, notes. Never pickles or code.
@@ -59,25 +64,32 @@ class Source:
         ref: the reference.
         kind: kind of its artifact; None for a model of the hub that was not fetched yet.
         digest: of its artifact; None for a model of the hub that was not fetched yet.
-        files: for files: (path in the artifact, file), sorted.
+        files: for files: (path in the artifact, file of this machine or object of a bucket), sorted.
         holds, splits: for a dataset: what its rows are, and the names of its splits, where that is known.
     """
 
     ref: InputRef
     kind: str | None
     digest: str | None
-    files: tuple[tuple[str, Path], ...] = ()
+    files: tuple[tuple[str, Path | DataObject], ...] = ()
     holds: str | None = None
     splits: tuple[str, ...] | None = None
 
 
-def resolve(ref: InputRef, folder: Path, store: Store, cache: HashCache | None = None) -> Source:
+def resolve(
+    ref: InputRef,
+    folder: Path,
+    store: Store,
+    cache: HashCache | None = None,
+    seen: dict[str, int] | None = None,
+) -> Source:
     """What a reference stands for now.
 
     Args:
         ref: any reference but one to a step.
         folder: the recipe's folder, which relative paths start from.
         cache: remembers hashes of files.
+        seen: blobs that were found a moment ago, as of `is_complete`.
 
     Raises:
         RecipeError: nothing matches, a file cannot be read, the store has no such artifact, or it is not whole.
@@ -88,11 +100,11 @@ def resolve(ref: InputRef, folder: Path, store: Store, cache: HashCache | None =
                 kind, files = find_files(ref.patterns, folder)
                 return Source(ref, kind, manifest_of(files, kind, cache).digest, tuple(files))
             case "artifact":
-                return _stored(ref, store, resolve_digest(store, ref.target))
+                return _stored(ref, store, resolve_digest(store, ref.target), seen)
             case "ref":
-                return _stored(ref, store, read_ref(store, ref.target).artifact)
+                return _stored(ref, store, read_ref(store, ref.target).artifact, seen)
             case "hf":
-                result = read_result(store, "hf", _hub_key(ref.target))
+                result = read_result(store, "hf", _hub_key(ref.target), seen)
                 return Source(ref, None, None) if result is None else Source(ref, result.kind, result.artifact)
     except (ValueError, StoreError) as error:
         raise RecipeError(f"{ref.where}: input {ref.name}: {str(error).rstrip('.')}.") from error
@@ -128,21 +140,23 @@ def bring(source: Source, store: Store, run: str, cache: HashCache | None = None
     return digest
 
 
-def find_files(patterns: tuple[str, ...], folder: Path) -> tuple[str, list[tuple[str, Path]]]:
+def find_files(patterns: tuple[str, ...], folder: Path) -> tuple[str, list[tuple[str, Path | DataObject]]]:
     """The kind of artifact that patterns give, and its files as (path in the artifact, file), sorted.
 
-    A pattern is a file, a folder (all of its files but hidden ones), a glob ("**" crosses folders), or "stdlib:GLOB".
-    One folder with a config.json is a model and gives a `checkpoint`; everything else gives a `source`.
+    A pattern is a file, a folder (all of its files but hidden ones), a glob ("**" crosses folders), one of these in a
+    bucket ("s3://BUCKET/PATH"), or "stdlib:GLOB". One folder with a config.json is a model and gives a `checkpoint`;
+    everything else gives a `source`.
 
     Raises:
         ValueError: a pattern matches no file, two different files have the same path, or a model cannot be taken.
+        StoreError: a bucket cannot be listed.
     """
-    if len(patterns) == 1 and not patterns[0].startswith("stdlib:"):
+    if len(patterns) == 1 and not patterns[0].startswith(("stdlib:", SCHEME)):
         place = _absolute(patterns[0], folder)
         if (place / "config.json").is_file():
-            return "checkpoint", model_files(place)
+            return "checkpoint", [*model_files(place)]
     library = [pattern for pattern in patterns if pattern.startswith("stdlib:")]
-    found: dict[str, str] = {}  # paths are text until the end: there may be very many
+    found: dict[str, str | DataObject] = {}  # paths are text until the end: there may be very many
     for pattern in library:
         root = Path(sysconfig.get_path("stdlib"))
         below = Path(pattern.removeprefix("stdlib:"))
@@ -155,17 +169,40 @@ def find_files(patterns: tuple[str, ...], folder: Path) -> tuple[str, list[tuple
     bases: list[Path] = []
     plain: list[str] = []
     for pattern in patterns:
-        if pattern not in library:
+        if not pattern.startswith(("stdlib:", SCHEME)):
             base, files = _match(pattern, folder)
             bases.append(base)
             plain.extend(files)
     common = Path(os.path.commonpath(bases)) if bases else folder
     for path in dict.fromkeys(plain):
-        name = _below(common, path)
-        if name in found and found[name] != path:
-            raise ValueError(f"{path} and {found[name]} would both be {name} in the artifact; rename one")
-        found[name] = path
-    return "source", [(name, Path(path)) for name, path in sorted(found.items())]
+        _add(found, _below(common, path), path)
+    for name, item in _find_in_buckets([pattern for pattern in patterns if pattern.startswith(SCHEME)]):
+        _add(found, name, item)
+    return "source", [(name, Path(file) if isinstance(file, str) else file) for name, file in sorted(found.items())]
+
+
+def _add(found: dict[str, str | DataObject], name: str, file: str | DataObject) -> None:
+    other = found.setdefault(name, file)
+    if other != file:
+        one, two = (item if isinstance(item, str) else item.url for item in (file, other))
+        raise ValueError(f"{one} and {two} would both be {name} in the artifact; rename one")
+
+
+def _find_in_buckets(patterns: list[str]) -> Iterator[tuple[str, DataObject]]:
+    """The objects of buckets, with their paths from the folder that the patterns have in common."""
+    matched = [find_objects(pattern) for pattern in patterns]
+    if not matched:
+        return
+    common = SCHEME + os.path.commonpath([base.removeprefix(SCHEME) for base, _ in matched])
+    for _, objects in matched:
+        for item in objects:
+            name = item.url.removeprefix(common).lstrip("/")
+            if name == "config.json":
+                raise ValueError(
+                    f"{item.url} makes its folder that of a model, and models are not read from a bucket: download it "
+                    "and give the folder here, or bring that into the store by `headrace import`"
+                )
+            yield name, item
 
 
 def _below(folder: Path, path: str) -> str:
@@ -305,10 +342,10 @@ def _check_shards(folder: Path, names: Collection[str]) -> None:
         )
 
 
-def _stored(ref: InputRef, store: Store, digest: str) -> Source:
+def _stored(ref: InputRef, store: Store, digest: str, seen: dict[str, int] | None) -> Source:
     """An artifact that must be whole in the store already."""
     manifest = read_manifest(store, digest)
-    if not is_complete(store, digest):
+    if not has_blobs(store, manifest, seen):
         raise ValueError(
             f"artifact {digest} is not whole in store {store.url}; `headrace verify` names what is missing"
         )

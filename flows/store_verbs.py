@@ -18,11 +18,13 @@ from typing import Any
 from flows import figures
 from flows.listing import print_json
 from flows.names import UnknownName, resolve
+from flows.plan import cache_path
 from flows.sources import find_files
 from stages.artifacts import (
     Damage,
     FilesAtHand,
     Garbage,
+    HashCache,
     NotInStore,
     Ref,
     Result,
@@ -38,6 +40,7 @@ from stages.artifacts import (
     read_ref,
     ref_names,
     repair,
+    size_of,
     usage,
     verify_all,
     verify_artifacts,
@@ -209,7 +212,9 @@ def import_artifact(store_url: str, paths: list[str], *, ref: str | None, why: s
         if ref is not None:
             check_ref_name(ref)
         kind, files = find_files(tuple(paths), Path.cwd())
-        digest = import_files(store, files, kind)
+        hashes = HashCache(cache_path(store))
+        digest = import_files(store, files, kind, hashes)
+        hashes.save()
     except ValueError as error:
         raise UnknownName(f"{str(error).rstrip('.')}.") from None
     finished = datetime.now(UTC)
@@ -231,7 +236,7 @@ def import_artifact(store_url: str, paths: list[str], *, ref: str | None, why: s
     write_result(store, Result.model_validate(record))
     if ref is not None:
         _moved(lambda: move_ref(store, ref, digest, who=who(), why=why or f"imported {', '.join(names)}"))
-    size = sum(file.stat().st_size for _, file in files)
+    size = sum(size_of(file) for _, file in files)
     if as_json:
         print_json({"artifact": digest, "kind": kind, "files": len(files), "bytes": size, "ref": ref})
         return

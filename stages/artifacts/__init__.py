@@ -5,13 +5,15 @@ The format of a store is specified in docs/artifacts.md.
 
 from stages.artifacts.cache import open_cache
 from stages.artifacts.code import keep_code
-from stages.artifacts.fetch import fetch, is_complete, pull, read_manifest, resolve_digest
+from stages.artifacts.fetch import fetch, has_blobs, is_complete, pull, read_manifest, resolve_digest
 from stages.artifacts.folder import FolderStore
 from stages.artifacts.gc import Collection, Garbage, collect
+from stages.artifacts.hash_cache import HashCache
 from stages.artifacts.leases import Lease, LeaseLost, LeaseRecord, acquire, leases, read_lease
 from stages.artifacts.manifest import FileEntry, Manifest, canonical_json, check_digest, check_path
 from stages.artifacts.nights import SEEN, Night, Nights, read_nights, write_night
-from stages.artifacts.publish import HashCache, files_below, import_files, manifest_of, publish
+from stages.artifacts.objects import DataObject, find_objects, size_of
+from stages.artifacts.publish import files_below, import_files, manifest_of, publish
 from stages.artifacts.reach import ancestors
 from stages.artifacts.refs import Move, Ref, check_ref_name, promote, read_ref, ref_names, refs, rollback
 from stages.artifacts.repair import FilesAtHand, is_about_manifest, repair
@@ -38,6 +40,7 @@ __all__ = [
     "Collection",
     "Damage",
     "Damaged",
+    "DataObject",
     "FileEntry",
     "FilesAtHand",
     "FolderStore",
@@ -72,7 +75,9 @@ __all__ = [
     "collect",
     "fetch",
     "files_below",
+    "find_objects",
     "find_secret",
+    "has_blobs",
     "hash_file",
     "import_files",
     "is_about_manifest",
@@ -104,6 +109,7 @@ __all__ = [
     "results",
     "rollback",
     "run_names",
+    "size_of",
     "usage",
     "verify_all",
     "verify_artifact",

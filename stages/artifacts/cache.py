@@ -173,6 +173,18 @@ class BlobCache:
             os.replace(partial, path)
             return True
 
+    def adopt(self, path: Path, sha256: str) -> None:
+        """Take a file of this hash, which lies in the cache's folder, as a blob.
+
+        Raises:
+            StoreError: the cache cannot be written.
+        """
+        with self._writing():
+            os.chmod(path, 0o444)
+            target = self.path(sha256)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+
     def keep_manifest(self, sha256: str, data: bytes) -> None:
         """Keep a verified manifest, for those who mend a store. Where it cannot be written, it is not kept."""
         path = self.root / "manifests" / sha256

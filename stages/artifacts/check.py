@@ -126,7 +126,7 @@ def _accepts(store: Any, put: Callable[[str, str], None], key: str) -> bool:
     except FAULTS as error:
         if status(error) == 400:
             return False
-        raise explain(error, store.url, store.bucket, endpoint(store.client), "write", key) from error
+        raise explain(error, f"store {store.url}", store.bucket, endpoint(store.client), "write", key) from error
     return True
 
 

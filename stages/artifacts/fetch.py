@@ -20,6 +20,8 @@ from stages.os_errors import explained
 
 SUMS = "SHA256SUMS"
 FILES_AT_ONCE = 4
+_SMALL = 1 << 20  # bytes; of smaller files there are more on the way at once
+_SMALL_AT_ONCE = 16
 _REMEMBERED_BYTES = 32 << 20  # of a manifest that is remembered
 
 
@@ -91,8 +93,11 @@ def _fetch(store: Store, digest: str, manifest: Manifest, folder: Path, *, sums:
         def copy(entry: FileEntry) -> None:
             copy_blob(store, entry, partial / entry.path, f"artifact {digest}", cache=cache, link=link)
 
-        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-            in_parallel(pool, copy, manifest.files)
+        large = [entry for entry in manifest.files if entry.size > _SMALL]
+        small = [entry for entry in manifest.files if entry.size <= _SMALL]
+        for entries, at_once in ((large, FILES_AT_ONCE), (small, _SMALL_AT_ONCE)):
+            with ThreadPoolExecutor(at_once) as pool:
+                in_parallel(pool, copy, entries)
         if sums:
             lines = (f"{entry.sha256}  {entry.path}\n" for entry in manifest.files)
             (partial / SUMS).write_text("".join(lines), encoding="utf-8")
@@ -142,19 +147,30 @@ def copy_blob(
     raise Damaged(f"{key} ({entry.path} of {whose}) is damaged in store {store.url}: its bytes have another hash")
 
 
-def is_complete(store: Store, digest: str) -> bool:
+def is_complete(store: Store, digest: str, seen: dict[str, int] | None = None) -> bool:
     """Whether an artifact's manifest is there and sound, and every blob is there with the right size.
 
     Hashes are not recomputed; `fetch` and `verify_artifact` do that.
+
+    Args:
+        seen: key -> size of blobs that the caller found a moment ago; they are not looked up again, and those that are
+            found now are added. It lets one look at many artifacts, which share blobs, ask for each blob once.
     """
     try:
-        manifest = read_manifest(store, digest)
+        return has_blobs(store, read_manifest(store, digest), seen)
     except (NotInStore, Damaged):
         return False
+
+
+def has_blobs(store: Store, manifest: Manifest, seen: dict[str, int] | None = None) -> bool:
+    """Whether every blob of an artifact is there with the right size; `seen` as of `is_complete`."""
     wanted = {f"blobs/{sha256[:2]}/{sha256}": size for _, size, sha256 in manifest.files}
     if len(wanted) < len(manifest.files) and any(wanted[entry.blob] != entry.size for entry in manifest.files):
         return False  # one blob cannot have two sizes
-    return store.sizes(wanted) == wanted
+    seen = {} if seen is None else seen
+    if unseen := wanted.keys() - seen.keys():
+        seen.update(store.sizes(unseen))
+    return wanted.items() <= seen.items()
 
 
 def resolve_digest(store: Store, prefix: str) -> str:

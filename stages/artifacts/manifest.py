@@ -235,7 +235,7 @@ def _parse_plain(data: bytes) -> tuple[str, tuple[FileEntry, ...]] | None:
     covered = sum(map(len, paths)) + sum(map(len, sizes)) + (_AROUND_ENTRY + 1) * len(found)
     if not found or covered != len(text) or "]" in ends[:-1] or ends[-1] != "]" or len(found) > MAX_FILES:
         return None
-    files = tuple(map(FileEntry, paths, map(int, sizes), hashes))
+    files = tuple(map(FileEntry._make, zip(paths, map(int, sizes), hashes, strict=True)))
     if any(map(operator.ge, paths, paths[1:])) or _ascii_clash(paths) or sum(file.size for file in files) > MAX_SIZE:
         return None
     return kind, files

@@ -11,24 +11,24 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 import os
 import stat
-import threading
 import time
-import uuid
-from contextlib import suppress
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from stages.artifacts.fetch import is_complete
+from stages.artifacts.hash_cache import HashCache
 from stages.artifacts.leases import gc_is_running
-from stages.artifacts.manifest import FileEntry, Manifest, check_path, manifest_key
-from stages.artifacts.store import NotInStore, Store, StoreError, hash_file
+from stages.artifacts.manifest import FileEntry, Manifest, blob_key, check_path, manifest_key
+from stages.artifacts.objects import DataObject, hash_objects
+from stages.artifacts.store import NotInStore, Store, StoreError, hash_file, in_parallel
 from stages.os_errors import explained
 
 _GC_SECONDS = 0.5
 _TRIES = 5
-_SETTLED_NS = 2_000_000_000
+_OBJECTS_AT_ONCE = 4
 
 
 def publish(store: Store, folder: Path, kind: str, cache: HashCache | None = None) -> str:
@@ -43,15 +43,19 @@ def publish(store: Store, folder: Path, kind: str, cache: HashCache | None = Non
     return import_files(store, files_below(folder), kind, cache)
 
 
-def import_files(store: Store, files: list[tuple[str, Path]], kind: str, cache: HashCache | None = None) -> str:
+def import_files(
+    store: Store, files: Sequence[tuple[str, Path | DataObject]], kind: str, cache: HashCache | None = None
+) -> str:
     """Store files from anywhere as one artifact: pairs of the path in the artifact and the file. Returns the digest.
 
-    `cache` remembers hashes: a file that did not change since, and whose blob is there, is not read.
+    `cache` remembers hashes: a file that did not change since, and whose blob is there, is not read. Objects of a
+    bucket are fetched if their hash is not remembered, or the store lacks their blob.
 
     Raises: as `publish`.
     """
     _check(files, kind, look=cache is None)
-    paths = [file for _, file in files]
+    paths = [file for _, file in files if isinstance(file, Path)]
+    objects = [file for _, file in files if isinstance(file, DataObject)]
     if cache is None:
         stored = store.put_blobs(paths)
     else:
@@ -61,12 +65,48 @@ def import_files(store: Store, files: list[tuple[str, Path]], kind: str, cache: 
         for file, mark, had, (sha256, _) in zip(paths, marks, known, stored, strict=True):
             if had is None:
                 cache.remember(file, mark, sha256)
-    entries = [FileEntry(path, size, sha256) for (path, _), (sha256, size) in zip(files, stored, strict=True)]
-    manifest = Manifest(kind, tuple(entries))
+    manifest = _manifest(files, kind, stored, _put_objects(store, objects, cache))
     _put_manifest(store, manifest)
     if gc_is_running(store):
         _put_again(store, manifest, dict(files))
     return manifest.digest
+
+
+def _manifest(
+    files: Sequence[tuple[str, Path | DataObject]],
+    kind: str,
+    local: Sequence[tuple[str, int]],
+    remote: Sequence[tuple[str, int]],
+) -> Manifest:
+    """The manifest of files, whose hashes and sizes are given in order: of those of this machine, and of objects."""
+    here, there = iter(local), iter(remote)
+    entries = []
+    for path, file in files:
+        sha256, size = next(here if isinstance(file, Path) else there)
+        entries.append(FileEntry(path, size, sha256))
+    return Manifest(kind, tuple(entries))
+
+
+def _put_objects(store: Store, objects: Sequence[DataObject], cache: HashCache | None) -> list[tuple[str, int]]:
+    """Store those objects of a bucket whose blobs are not there. Returns the SHA-256 (hex) and size of each."""
+    hashed = hash_objects(objects, cache)
+    found = store.sizes(blob_key(sha256) for sha256, _ in hashed)
+    lacking = {
+        sha256: item
+        for item, (sha256, size) in zip(objects, hashed, strict=True)
+        if found.get(blob_key(sha256)) != size
+    }
+    with ThreadPoolExecutor(_OBJECTS_AT_ONCE) as pool:
+        in_parallel(pool, lambda given: _put_blob(store, *given), lacking.items())
+    return hashed
+
+
+def _put_blob(store: Store, sha256: str, file: Path | DataObject) -> None:
+    if isinstance(file, Path):
+        store.put_file(blob_key(sha256), file, sha256=sha256)
+        return
+    with file.copy(sha256) as path:
+        store.put_file(blob_key(sha256), path, sha256=sha256)
 
 
 def _put_manifest(store: Store, manifest: Manifest) -> None:
@@ -80,7 +120,7 @@ def _put_manifest(store: Store, manifest: Manifest) -> None:
         store.put(key, manifest.to_json())  # what was there is damaged
 
 
-def _put_again(store: Store, manifest: Manifest, files: dict[str, Path]) -> None:
+def _put_again(store: Store, manifest: Manifest, files: dict[str, Path | DataObject]) -> None:
     """Make every object of an artifact young: a gc may have condemned an old one that was found there a moment ago.
 
     Raises:
@@ -88,7 +128,7 @@ def _put_again(store: Store, manifest: Manifest, files: dict[str, Path]) -> None
     """
     for _ in range(_TRIES):
         for entry in manifest.files:
-            store.put_file(entry.blob, files[entry.path], sha256=entry.sha256)
+            _put_blob(store, entry.sha256, files[entry.path])
         store.put(manifest_key(manifest.digest), manifest.to_json())
         time.sleep(_GC_SECONDS)  # what it had looked at just before is removed by now
         if is_complete(store, manifest.digest):
@@ -96,17 +136,16 @@ def _put_again(store: Store, manifest: Manifest, files: dict[str, Path]) -> None
     raise StoreError(f"a gc of store {store.url} removes what is published now; publish again when it has ended")
 
 
-def manifest_of(files: list[tuple[str, Path]], kind: str, cache: HashCache | None = None) -> Manifest:
+def manifest_of(files: Sequence[tuple[str, Path | DataObject]], kind: str, cache: HashCache | None = None) -> Manifest:
     """The manifest that `import_files` would store, without storing anything.
 
     Raises: as `publish`.
     """
     _check(files, kind, look=cache is None)
-    entries = []
-    for path, file in files:
-        sha256, size = cache.hash(file) if cache is not None else hash_file(file)
-        entries.append(FileEntry(path, size, sha256))
-    return Manifest(kind, tuple(entries))
+    paths = [file for _, file in files if isinstance(file, Path)]
+    local = [cache.hash(file) if cache is not None else hash_file(file) for file in paths]
+    remote = hash_objects([file for _, file in files if isinstance(file, DataObject)], cache)
+    return _manifest(files, kind, local, remote)
 
 
 def files_below(folder: Path) -> list[tuple[str, Path]]:
@@ -142,97 +181,15 @@ def files_below(folder: Path) -> list[tuple[str, Path]]:
     return sorted(found)
 
 
-def _check(files: list[tuple[str, Path]], kind: str, *, look: bool = True) -> None:
+def _check(files: Sequence[tuple[str, Path | DataObject]], kind: str, *, look: bool = True) -> None:
     """Everything that can be refused before a byte is stored: names, clashes, kind, and (`look`) what is no file."""
     Manifest(kind, tuple(FileEntry(path, 0, "0" * 64) for path, _ in files))
     for _, file in files if look else ():
+        if isinstance(file, DataObject):
+            continue
         try:
             mode = os.stat(file).st_mode
         except OSError as error:
             raise StoreError(f"cannot read {file}: {explained(error)}") from error
         if not stat.S_ISREG(mode):
             raise ValueError(f"{file} is not a regular file; an artifact holds files only")
-
-
-class HashCache:
-    """Remembers the SHA-256 of files by path, size, times and inode, in a JSON file: planning reads no data twice.
-
-    A file that changed less than two seconds before it was hashed is not remembered: it could change again within the
-    resolution of its time stamp. A cache that cannot be read or written is a cache that is empty; without a path, it
-    lasts as long as the object.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        self._changed = False
-        self._entries: dict[str, list[int | str]] = {}
-        try:
-            loaded = json.loads(path.read_bytes()) if path is not None else None
-        except (OSError, ValueError):
-            return
-        if isinstance(loaded, dict):
-            self._entries = {key: value for key, value in loaded.items() if isinstance(value, list) and len(value) == 5}
-
-    def hash(self, path: Path) -> tuple[str, int]:
-        """The SHA-256 (hex) and size of a file.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
-        mark = self.mark(path)
-        known = self.known(path, mark)
-        if known is not None:
-            return known
-        sha256, size = hash_file(path)
-        self.remember(path, mark, sha256)
-        return sha256, size
-
-    def mark(self, path: Path) -> list[int]:
-        """What shows that a file changed: its size, times and inode.
-
-        Raises:
-            ValueError: it is not a regular file.
-            StoreError: it cannot be read.
-        """
-        try:
-            now = os.stat(path)
-        except OSError as error:
-            raise StoreError(f"cannot read {path}: {explained(error)}") from error
-        if not stat.S_ISREG(now.st_mode):
-            raise ValueError(f"{path} is not a regular file; an artifact holds files only")
-        return [now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino]
-
-    def known(self, path: Path, mark: list[int]) -> tuple[str, int] | None:
-        """The SHA-256 (hex) and size of a file that has the mark, if it had it when it was hashed; else None."""
-        with self._lock:
-            entry = self._entries.get(_place(path))
-        return (str(entry[4]), mark[0]) if entry is not None and entry[:4] == mark else None
-
-    def remember(self, path: Path, mark: list[int], sha256: str) -> None:
-        """Keep the hash of a file that had the mark before it was read, unless it changed since or only just before."""
-        if self.mark(path) == mark and time.time_ns() - max(mark[1], mark[2]) > _SETTLED_NS:
-            with self._lock:
-                self._entries[_place(path)] = [*mark, sha256]
-                self._changed = True
-
-    def save(self) -> None:
-        """Write what was learnt. Call it once, after hashing."""
-        with self._lock:
-            if not self._changed or self.path is None:
-                return
-            data = json.dumps(self._entries)
-            self._changed = False
-        temporary = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(data)
-            os.replace(temporary, self.path)
-        except OSError:  # only time is lost
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-
-
-def _place(path: Path) -> str:
-    text = os.fspath(path)
-    return text if text.startswith("/") else os.path.abspath(text)

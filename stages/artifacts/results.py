@@ -114,16 +114,19 @@ def _parse(store: Store, object_key: str, data: bytes) -> Result:
     return result
 
 
-def read_result(store: Store, stage: str, key: str) -> Result | None:
+def read_result(store: Store, stage: str, key: str, seen: dict[str, int] | None = None) -> Result | None:
     """The result of a stage under a key, or None unless every object of its artifact and side outputs is there.
 
     A result that cannot be read counts as none; `verify_all` names it.
+
+    Args:
+        seen: as of `is_complete`.
     """
     try:
         result = parse_result(store, result_key(stage, key))
     except (NotInStore, Damaged):
         return None
-    if all(is_complete(store, digest) for digest in (result.artifact, *result.outputs.values())):
+    if all(is_complete(store, digest, seen) for digest in (result.artifact, *result.outputs.values())):
         return result
     return None
 

@@ -26,12 +26,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stages.artifacts import s3_client, s3_transfer
 from stages.artifacts.manifest import blob_key, check_path, sha256_hex
+from stages.artifacts.s3_bulk import BulkClient, open_bulk
 from stages.artifacts.s3_client import FAULTS, error_code, status
 from stages.artifacts.s3_transfer import Hashed, base64_of
 from stages.artifacts.store import Damaged, NotInStore, ObjectInfo, StoreError, check_limit, in_parallel, is_segment
@@ -40,6 +40,7 @@ from stages.os_errors import explained
 _FILES_AT_ONCE = 4
 _REQUESTS_AT_ONCE = 8
 _LISTINGS_AT_ONCE = 16
+_PUTS_AT_ONCE = 32  # of small files
 _SMALL = 1 << 20  # files up to this size are looked up together, not one by one
 _PAGE = 1000  # objects that one request lists
 _HEADS = 40  # looking up this many objects one by one costs as much as listing a page of 1,000
@@ -48,8 +49,7 @@ _CONFLICTS = 10
 _IN_PARTS = ("blobs/", "work/", "doctor/")  # what may go up in parts; other uploads in the bucket are not ours
 
 
-@dataclass(frozen=True)
-class _Stored:
+class _Stored(NamedTuple):
     """What the server says of an object: its size in bytes, and its ETag or its SHA-256 checksum, "" where not told."""
 
     size: int
@@ -65,17 +65,23 @@ class _Stored:
 class S3Store:
     """A store at `s3://bucket` or `s3://bucket/prefix`. Safe for many threads, processes and hosts at once.
 
+    Args:
+        noun: what messages call it.
+
     Raises:
         StoreError: the URL is not of that form.
     """
 
     remote = True
 
-    def __init__(self, url: str) -> None:
-        self.bucket, self.prefix = parse_url(url)
+    def __init__(self, url: str, noun: str = "store") -> None:
+        self.noun = noun
+        self.bucket, self.prefix = s3_client.parse_url(url)
         self.url = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self._lock = threading.Lock()
         self._made: Any = None
+        self._address = ""
+        self._bulk: BulkClient | None = None
         self._pid = 0
         self._sse = s3_client.encryption()
         self._appended: dict[str, tuple[str, bytes, str]] = {}
@@ -85,20 +91,35 @@ class S3Store:
 
     @property
     def client(self) -> Any:
-        """The boto3 client: made, and the bucket looked at, when first used in a process.
+        """The botocore client: made, and the bucket looked at, when first used in a process.
 
         Raises:
             StoreError: the bucket cannot be used.
         """
         with self._lock:
             if self._made is None or self._pid != os.getpid():  # connections must not be shared with a parent
-                first = s3_client.make_client(patient=False)
+                session, asked = s3_client.make_session(), []
+                first = s3_client.make_client(session, patient=False)
+                first.meta.events.register("before-send.s3.*", lambda request, **_: asked.append(request.url))
                 try:
                     first.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix + "refs/", MaxKeys=1)
                 except FAULTS as error:
                     raise self._explain(first, error, "list", self.bucket) from error
-                self._made, self._pid = s3_client.make_client(), os.getpid()
+                self._made, self._pid = s3_client.make_client(session), os.getpid()
+                self._address = asked[-1].partition("?")[0].rstrip("/")
+                plain = not self._sse and not self.bucket.endswith("--x-s3")
+                region = first.meta.region_name
+                self._bulk = open_bulk(session, self._address, region, self.prefix) if plain else None
             return self._made
+
+    @property
+    def address(self) -> str:
+        """URL of the folder that it lies in, as requests have it: it names the server, too."""
+        return f"{self._address if self.client else ''}/{self.prefix}".rstrip("/")
+
+    def _bulk_client(self) -> BulkClient | None:
+        """The client for many small objects, where there can be one: made with the other, for this process."""
+        return self._bulk if self.client else None
 
     def get(self, key: str, *, limit: int | None = None) -> bytes:
         return self._get(key, limit)[0]
@@ -152,6 +173,11 @@ class S3Store:
                 if status(error) == 403:  # a HEAD cannot say why; a GET can
                     self.client.get_object(Bucket=self.bucket, Key=name, Range="bytes=0-0")["Body"].close()
                 raise
+
+    def is_still(self, key: str, mark: str) -> bool:
+        """Whether an object is there, and the one that was listed with this mark."""
+        head = self._head(key)
+        return head is not None and str(head.get("ETag", "")).strip('"') == mark
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         """Sizes of the objects that are there: by listing where many of those listed are asked for, else one by one."""
@@ -274,7 +300,7 @@ class S3Store:
         Small ones are all hashed first, then looked up together, and those that are missing are sent.
         """
         had = list(known or [None] * len(paths))
-        small = [index for index, path in enumerate(paths) if _size_of(path) <= _SMALL]
+        small = [index for index, path in enumerate(paths) if s3_transfer.size_of(path) <= _SMALL]
         done: dict[int, tuple[str, int]] = {}
         if len(small) > _HEADS:
             done = self._put_small(small, paths, had)
@@ -299,10 +325,14 @@ class S3Store:
         doubtful = [key for key in first if key in stored and _another(stored[key], first[key][1])]
         missing += self._wrong(sorted(set(doubtful) - set(missing)), hashed)
 
-        def send(key: str) -> None:
-            self._upload(key, paths[first[key][0]], hashed[key])
+        bulk = self._bulk_client()
 
-        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+        def send(key: str) -> None:
+            path = paths[first[key][0]]
+            if bulk is None or not bulk.put(key, path, hashed[key].sha256):
+                self._upload(key, path, hashed[key])
+
+        with ThreadPoolExecutor(_PUTS_AT_ONCE) as pool:
             in_parallel(pool, send, missing)
         return done
 
@@ -325,6 +355,10 @@ class S3Store:
 
     def get_file(self, key: str, path: Path, *, size: int | None = None, resume: bool = False) -> tuple[str, int]:
         name = self._name(key)
+        if size is not None and size <= _SMALL and (bulk := self._bulk_client()) and not os.path.lexists(path):
+            data = bulk.get(key, size)
+            if data is not None:
+                return s3_transfer.write_new(path, data)
         with self._errors("read", key):
             return s3_transfer.download(self.client, self.bucket, name, path, size=size, resume=resume)
 
@@ -417,33 +451,8 @@ class S3Store:
             raise self._explain(self._made, error, verb, what) from error
 
     def _explain(self, client: Any, error: BaseException, verb: str, what: str) -> StoreError:
-        return s3_client.explain(error, self.url, self.bucket, s3_client.endpoint(client), verb, what)
-
-
-def parse_url(url: str) -> tuple[str, str]:
-    """The bucket, and the prefix with a "/" at its end (or ""), of a URL `s3://bucket/prefix`.
-
-    Raises:
-        StoreError: it is not of that form.
-    """
-    rest = url.split("://", 1)[1]
-    bucket, _, prefix = rest.partition("/")
-    if "@" in bucket or ":" in bucket:
-        raise StoreError(
-            "an s3:// store takes no user, password or host in its URL; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY "
-            "and AWS_ENDPOINT_URL_S3, and give s3://bucket/prefix"
-        )
-    if "?" in rest or "#" in rest:
-        raise StoreError(
-            f"{url.split('?')[0]}: a store takes no options in its URL; set AWS_ENDPOINT_URL_S3 and AWS_REGION"
-        )
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
-        raise StoreError(f"{url}: {bucket!r} is not the name of a bucket; give s3://bucket or s3://bucket/prefix")
-    prefix = prefix.strip("/")
-    try:
-        return bucket, check_path(prefix) + "/" if prefix else ""
-    except ValueError as error:
-        raise StoreError(f"{url}: the prefix cannot be used: {error}") from None
+        where = s3_client.endpoint(client)
+        return s3_client.explain(error, f"{self.noun} {self.url}", self.bucket, where, verb, what)
 
 
 def _next_segment(base: str, key: str) -> str:
@@ -474,13 +483,6 @@ def _common(one: str, other: str) -> str:
         (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
     return one[:length]
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {explained(error)}") from error
 
 
 def _hashes(path: Path) -> tuple[str, int, str]:

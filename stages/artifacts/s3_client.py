@@ -1,4 +1,4 @@
-"""The connection to S3: a boto3 client from the environment, and its errors as one sentence each.
+"""The connection to S3: a botocore client from the environment, and its errors as one sentence each.
 
 Endpoint, region, credentials, profile, proxies and certificates are found as in every program that uses boto3
 (AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION, AWS_PROFILE, AWS_ACCESS_KEY_ID, files below
@@ -18,13 +18,13 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import unquote_plus, urlsplit
 
-import boto3
 import botocore.exceptions as aws
 import botocore.loaders
 import botocore.session
 from botocore.config import Config
 from botocore.handlers import add_expect_header
 
+from stages.artifacts.manifest import check_path
 from stages.artifacts.store import Damaged, FullStore, NotInStore, ReadOnlyStore, StoreError
 
 ATTEMPTS = 8  # with adaptive waiting in between: about a minute of SlowDown or of a lost network
@@ -32,7 +32,7 @@ CONNECT_SECONDS = 10
 READ_SECONDS = 60
 CONNECTIONS = 32
 LISTED = "HeadraceListed"
-_LISTED_FIELDS = (b"Key", b"Size", b"LastModified", b"ETag")
+_LISTED_FIELDS = [(name, re.compile(rf"<{name}>([^<]*)</{name}>")) for name in ("Key", "Size", "LastModified", "ETag")]
 FAULTS = (aws.ClientError, aws.BotoCoreError)  # what an operation of the client raises
 
 _LOADER = botocore.loaders.create_loader()  # the description of S3 takes 0.15 s to read: once a process
@@ -48,7 +48,40 @@ _REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocation
 _DIGEST = {"BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
 
 
-def make_client(*, patient: bool = True) -> Any:
+def parse_url(url: str) -> tuple[str, str]:
+    """The bucket, and the prefix with a "/" at its end (or ""), of a URL `s3://bucket/prefix`.
+
+    Raises:
+        StoreError: it is not of that form.
+    """
+    rest = url.split("://", 1)[1]
+    bucket, _, prefix = rest.partition("/")
+    if "@" in bucket or ":" in bucket:
+        raise StoreError(
+            "an s3:// store takes no user, password or host in its URL; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY "
+            "and AWS_ENDPOINT_URL_S3, and give s3://bucket/prefix"
+        )
+    if "?" in rest or "#" in rest:
+        raise StoreError(
+            f"{url.split('?')[0]}: a store takes no options in its URL; set AWS_ENDPOINT_URL_S3 and AWS_REGION"
+        )
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
+        raise StoreError(f"{url}: {bucket!r} is not the name of a bucket; give s3://bucket or s3://bucket/prefix")
+    prefix = prefix.strip("/")
+    try:
+        return bucket, check_path(prefix) + "/" if prefix else ""
+    except ValueError as error:
+        raise StoreError(f"{url}: the prefix cannot be used: {error}") from None
+
+
+def make_session() -> botocore.session.Session:
+    """What clients are made of: it has found the credentials, and gets new ones before they expire."""
+    session = botocore.session.Session()
+    session.register_component("data_loader", _LOADER)
+    return session
+
+
+def make_client(session: botocore.session.Session | None = None, *, patient: bool = True) -> Any:
     """A client for S3. `patient=False` is for a first look: it gives up after two attempts.
 
     Raises:
@@ -66,10 +99,8 @@ def make_client(*, patient: bool = True) -> Any:
         raise StoreError(f"AWS_MAX_ATTEMPTS is {attempts!r}; set it to a number from 1 on, or leave it out")
     retries["total_max_attempts"] = int(attempts) if patient else 2
     try:
-        described = botocore.session.Session()
-        described.register_component("data_loader", _LOADER)
-        session = boto3.session.Session(botocore_session=described)
-        region = session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
+        session = session or make_session()
+        region = session.get_config_variable("region") or os.environ.get("AWS_REGION") or "us-east-1"
         config = Config(
             region_name=region,
             connect_timeout=CONNECT_SECONDS if patient else 5,
@@ -82,7 +113,7 @@ def make_client(*, patient: bool = True) -> Any:
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
-        client = session.client("s3", config=config)
+        client = session.create_client("s3", config=config)
     except aws.ProfileNotFound as error:
         raise StoreError(f"S3: {error}; set AWS_PROFILE to one of `aws configure list-profiles`") from None
     except (ValueError, aws.BotoCoreError) as error:
@@ -90,7 +121,8 @@ def make_client(*, patient: bool = True) -> Any:
     for operation in ("PutObject", "UploadPart"):
         # Waiting for "100 Continue" costs a round trip for each object, and servers that never say it a second.
         client.meta.events.unregister(f"before-call.s3.{operation}", add_expect_header)
-    client.meta.events.register("before-parse.s3.ListObjectsV2", _take_listing)
+    # With the first "*" it comes before botocore's own look for errors, which parses the whole listing once more.
+    client.meta.events.register("before-parse.*.ListObjectsV2", _take_listing)
     return client
 
 
@@ -104,19 +136,18 @@ def _take_listing(response_dict: dict[str, Any], customized_response_dict: dict[
     if response_dict["status_code"] != 200 or begin < 0 or end < begin:
         return
     encoded = b"<EncodingType>url</EncodingType>" in body
-    contents = body[begin:end]
+    contents = body[begin:end].decode()
     if encoded:  # then no key has a quote, and those around ETags, which servers write in several ways, may go
-        contents = contents.replace(b"&#34;", b"").replace(b"&quot;", b"")
-    fields = [re.findall(rb"<%s>([^<]*)</%s>" % (name, name), contents) for name in _LISTED_FIELDS]
-    count = contents.count(b"<Contents>")
-    if any(len(values) != count for values in fields) or b"&" in contents:  # a server that says it otherwise
-        items = ElementTree.fromstring(b"<l>" + contents + b"</l>")
-        fields = [[item.findtext(name.decode(), "").encode() for item in items] for name in _LISTED_FIELDS]
+        contents = contents.replace("&#34;", "").replace("&quot;", "")
+    fields = [pattern.findall(contents) for _, pattern in _LISTED_FIELDS]
+    count = contents.count("<Contents>")
+    if any(len(values) != count for values in fields) or "&" in contents:  # a server that says it otherwise
+        items = ElementTree.fromstring(f"<l>{contents}</l>")
+        fields = [[item.findtext(name, "") for item in items] for name, _ in _LISTED_FIELDS]
     listed = []
     for key, size, date, etag in zip(*fields, strict=True):
-        name = unquote_plus(key.decode()) if encoded and (b"%" in key or b"+" in key) else key.decode()
-        changed = datetime.fromisoformat(date.decode()).timestamp()
-        listed.append((name, int(size), changed, etag.decode().strip('"')))
+        name = unquote_plus(key) if encoded and ("%" in key or "+" in key) else key
+        listed.append((name, int(size), datetime.fromisoformat(date).timestamp(), etag.strip('"')))
     response_dict["body"] = body[:begin] + body[end:]
     customized_response_dict[LISTED] = listed
 
@@ -171,16 +202,15 @@ def may_have_happened(error: BaseException) -> bool:
     return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0)) > 0
 
 
-def explain(error: BaseException, url: str, bucket: str, where: str, verb: str, what: str) -> StoreError:
+def explain(error: BaseException, store: str, bucket: str, where: str, verb: str, what: str) -> StoreError:
     """One sentence for what went wrong.
 
     Args:
         error: what an operation of the client raised.
-        url, bucket: the store's.
+        store, bucket: the store, such as "store s3://bucket/prefix", and its bucket.
         where: the endpoint.
         verb, what: what was tried ("read", "write", "delete", "list") on which key.
     """
-    store = f"store {url}"
     if isinstance(inner := getattr(error, "kwargs", {}).get("error"), StoreError):  # of the file that was being sent
         return inner
     if isinstance(error, aws.ClientError):
@@ -213,7 +243,7 @@ def _explain_answer(error: aws.ClientError, store: str, bucket: str, where: str,
     code, said = error_code(error), str(error.response.get("Error", {}).get("Message", "")).strip().rstrip(".")
     headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     if code == "NoSuchBucket":
-        return StoreError(f"{store}: {where} has no bucket {bucket}; create it, or give another store with --store")
+        return StoreError(f"{store}: {where} has no bucket {bucket}; create it, or give another one")
     if code == "NoSuchKey" or (code == "404" and verb == "read"):
         return NotInStore(f"{store} has no {what}")
     if code in _WRONG_KEY:

@@ -70,6 +70,18 @@ def base64_of(digest: bytes) -> str:
     return base64.b64encode(digest).decode()
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a file.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {explained(error)}") from error
+
+
 def hash_for_upload(path: Path) -> Hashed:
     """Read a file once.
 
@@ -225,6 +237,25 @@ def download(client: Any, bucket: str, key: str, path: Path, *, size: int | None
         raise StoreError(f"cannot write {path}: {explained(error)}") from error
 
 
+def write_new(path: Path, data: bytes) -> tuple[str, int]:
+    """Put bytes into a new file. Returns their SHA-256 (hex) and size.
+
+    Raises:
+        StoreError: it cannot be written, or is there.
+    """
+    try:
+        with open(path, "xb") as file:
+            try:
+                file.write(data)
+                file.flush()
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {explained(error)}") from error
+    return hashlib.sha256(data).hexdigest(), len(data)
+
+
 def _fetch(client: Any, bucket: str, key: str, file: IO[bytes], digest: Any, size: int | None) -> None:
     """Get what the file lacks, hashing and writing in order. The file's position is where it ends so far."""
     at = file.tell()
@@ -311,7 +342,7 @@ def body_of(answer: dict[str, Any]) -> Iterator[Any]:
 
 
 def persist(get: Callable[[], Any], progress: Callable[[], int] = lambda: 0) -> Any:
-    """Try again when the body of an answer is cut: boto3 repeats only what fails before the body.
+    """Try again when the body of an answer is cut: botocore repeats only what fails before the body.
 
     Args:
         progress: a number that grows while attempts get anywhere; then they are not counted.

@@ -174,7 +174,7 @@ def open_store(url: str | Path) -> Store:
             from stages.artifacts.s3 import S3Store
         except ImportError as error:
             raise StoreError(
-                f"{text}: stores on S3 need the package boto3, which cannot be imported: {error}"
+                f"{text}: stores on S3 need the package botocore, which cannot be imported: {error}"
             ) from None
         return S3Store(text)
     if scheme == "file":

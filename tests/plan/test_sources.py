@@ -148,7 +148,7 @@ def test_a_source_is_hashed_once_and_not_read_again_while_it_is_unchanged(
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda path, *more, **how: (hashed.append(path.name), real(path, *more))[1])
 
-    spy(sys.modules["stages.artifacts.publish"], "hash_file")
+    spy(sys.modules["stages.artifacts.hash_cache"], "hash_file")
     spy(s3, "_hashes")
     spy(s3_transfer, "hash_for_upload")
     store = open_store(store_url)
