@@ -21,6 +21,9 @@ from engine_proxy import EngineProxy, engine_proxy
 from toy_stages import Toys
 
 from flows.execute import StepResult
+from flows.runners import container_log
+from flows.runners import docker as docker_runner
+from flows.runners import engine as engine_module
 from flows.runners.docker import DockerRunner, DockerSettings
 from stages.artifacts import open_store, read_log, read_result
 
@@ -313,6 +316,24 @@ def test_a_log_stream_that_breaks_off_loses_and_repeats_nothing(runs: Runs, prox
     assert (result.state, result.steps["a"].attempts) == ("done", 1), result.steps["a"]
     assert cut == [5, 12, 20]
     assert [event["done"] for event in told(runs, "progress")] == list(range(1, 31))
+
+
+def test_a_connection_that_falls_silent_loses_nothing_and_holds_nobody_up(
+    runs: Runs, proxy: EngineProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = engine_module.connect
+    monkeypatch.setattr(engine_module, "connect", lambda: connect(timeout=2))
+    monkeypatch.setattr(docker_runner, "_WAIT", 2)
+    monkeypatch.setattr(container_log, "_SILENCE", 1.0)
+
+    def fall_silent(event: dict[str, Any]) -> None:
+        if event["type"] == "progress" and event["done"] == 3:
+            proxy.fall_silent()
+
+    runs.react = fall_silent
+    result = runs(runs.toys.recipe("a: {stage: COUNT, total: 10, delay: 0.1, save_steps: 100}"))
+    assert (result.state, result.steps["a"].attempts) == ("done", 1), result.steps["a"]
+    assert [event["done"] for event in told(runs, "progress")] == list(range(1, 11))
 
 
 def test_a_stage_outlives_an_engine_that_is_away_for_a_while(runs: Runs, proxy: EngineProxy) -> None:
