@@ -335,7 +335,7 @@ class DockerHandle:
                 self.remove()
 
     def _left_outcome(self) -> dict[str, Any] | None:
-        """The outcome that the stage left in its scratch folder: an engine whose disk is full drops lines of the log."""
+        """The outcome that the stage left in its scratch folder. An engine with a full disk drops lines of the log."""
         try:
             pieces, _ = self._client.api.get_archive(self.container, f"{SCRATCH}/{OUTCOME}")
             with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as archive:
