@@ -34,6 +34,11 @@ from flows.runners.base import RunnerError  # noqa: E402
 quiet_prefect()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The whole pipeline goes first: it begins outside of containers, while another test process builds the image."""
+    items.sort(key=lambda item: "test_whole_pipeline" not in item.nodeid)
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[docker.DockerClient]:
     """A client of a real engine; DOCKER_HOST leads to it, also in processes that a test starts."""

@@ -270,7 +270,9 @@ def test_an_image_of_other_code_is_found_out_and_named(runs: Runs, base_image: s
     client = docker.from_env()
     change = f"FROM {stage_image}\nUSER 0\nRUN echo 'changed = 1' >> /app/stages/contract.py && \
         echo 'changed = 1' >> /app/stages/seeds.py\nLABEL headrace.code=sha256:0\nUSER 10001\n"
-    other, _ = client.images.build(fileobj=io.BytesIO(change.encode()), tag="headrace-stage:other", network_mode="host")
+    other, _ = client.images.build(
+        fileobj=io.BytesIO(change.encode()), tag="headrace-stage:other", network_mode="host", rm=True
+    )
     recipe = runs.toys.folder / "real.yaml"
     recipe.write_text(
         "steps:\n  corpus:\n    stage: tokenize\n    inputs: {data: 'stdlib:this.py'}\n    format: text\n"
