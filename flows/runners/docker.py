@@ -328,8 +328,8 @@ class DockerHandle:
             if not ended and (left := self._left_outcome()) is not None:
                 self._judge(left)
                 yield left
-            elif not ended and self._end.message:
-                yield lost_outcome(self._end.code, self._end.message)
+            elif not ended and self._end.code and (message := self._end.message or self._full_disk()):
+                yield lost_outcome(self._end.code, message)
         finally:
             if self.ended:
                 self.remove()
@@ -344,6 +344,21 @@ class DockerHandle:
         except (APIError, *AWAY, OSError, KeyError, ValueError, tarfile.TarError):
             return None
         return found if isinstance(found, dict) and found.get("type") == "outcome" else None
+
+    def _full_disk(self) -> str:
+        """For an end of which nothing was said: that the engine's disk is full, where there is no room for a file."""
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            probe = tarfile.TarInfo("probe")
+            probe.size = 1 << 16
+            archive.addfile(probe, io.BytesIO(bytes(probe.size)))
+        try:
+            self._client.api.put_archive(self.container, SCRATCH, file.getvalue())
+        except APIError as error:
+            return engine.full_disk(engine.explained(error))
+        except AWAY:
+            pass
+        return ""
 
     def _judge(self, event: dict[str, Any]) -> None:
         """Say what is behind the refusal of a stage whose image holds other code than was planned."""

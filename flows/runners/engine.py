@@ -128,13 +128,20 @@ def explain(error: APIError, step: str, gpus: int, image: str) -> str:
             f"step {step}: the Docker Engine at {where()} has no GPU runtime (nvidia-container-toolkit). Set "
             "resources.gpus: 0 for CPU, or install it there; `headrace doctor` checks"
         )
-    if "no space left on device" in low:
-        return f"step {step}: the disk of the Docker Engine is full ({text}); free some (`docker system prune`)"
+    if full := full_disk(text):
+        return f"step {step}: {full}"
     if "network" in low and "not found" in low:
         return f"step {step}: {text}; set HEADRACE_DOCKER_NETWORK to a network that the engine has, such as host"
     if "executable file not found" in low or "no such file or directory" in low:
         return no_stages(step, image, text)
     return f"step {step}: the Docker Engine refuses its container: {text}"
+
+
+def full_disk(text: str) -> str:
+    """What to say where the engine's words mean that its disk is full; "" where they do not."""
+    if "no space left on device" not in text.lower():
+        return ""
+    return f"the disk of the Docker Engine is full ({text}); free some (`docker system prune`)"
 
 
 def no_stages(step: str, image: str, text: str) -> str:
