@@ -195,12 +195,13 @@ class DockerRunner:
         """Create the container and return its id; nothing runs yet."""
         threads = spec.resources.threads
         own_user = options["user"] is not None and options["user"] != "0:0"
+        whose = {engine.INSTALLATION: engine.installation(), engine.RUN: spec.run, engine.STEP: spec.step}
         host = client.api.create_host_config(
             network_mode=self.settings.network,
             init=True,
             read_only=True,
             tmpfs={"/tmp": "rw,nosuid,nodev,mode=1777"},
-            mounts=[Mount(SCRATCH, None, type="volume"), *options["mounts"]],
+            mounts=[Mount(SCRATCH, None, type="volume", labels=whose), *options["mounts"]],
             mem_limit=options["memory"],
             memswap_limit=options["memory"],
             shm_size=options["shm"],
@@ -220,10 +221,8 @@ class DockerRunner:
             user=options["user"],
             environment=options["environment"],
             labels={
-                engine.INSTALLATION: engine.installation(),
+                **whose,
                 engine.OWNER: engine.owner(),
-                engine.RUN: spec.run,
-                engine.STEP: spec.step,
                 engine.KEY: spec.key,
                 engine.ATTEMPT: str(spec.record.get("attempt", 1)),
                 "headrace.host": platform.node(),
