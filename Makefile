@@ -17,7 +17,7 @@ test-slow: .venv/.dev-installed
 	$(BIN)/python -m pytest -m slow
 
 test-engine: .venv/.dev-installed
-	$(BIN)/python -m pytest -m "engine and not slow" tests/engine
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "engine and not slow" tests/engine
 
 check: .venv/.dev-installed
 	$(BIN)/ruff check .

@@ -2,11 +2,13 @@
 
 A worker reads its runs' output through a pipe. When the worker dies the pipe breaks, and Prefect's console, writing the
 next warning, ends the run. So the output goes to a file of the run's own, and a run outlives its worker. It outlives
-the loss of its deployment's slot too (`flows.slots`).
+the loss of its deployment's slot too (`flows.slots`). It stands in a process group of its own: Ctrl-C in the worker's
+terminal reaches the worker alone, which tells the run to stop once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import time
@@ -20,6 +22,8 @@ KEPT_SECONDS = 14 * 86400.0
 
 def main() -> None:
     """Run the flow run that the environment names."""
+    with contextlib.suppress(OSError):  # it leads a group already
+        os.setpgid(0, 0)
     folder = home() / "logs" / "runs"
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder)

@@ -8,6 +8,8 @@ Invariants:
 - A run is only touched when its process was missing at two looks in a row, or everything has been stopped.
 - One that somebody had cancelled is Cancelled; any other is scheduled again and goes on from what is saved, up to
   `ATTEMPTS` attempts, then it is Crashed.
+- A stage that another flow asked for (`flows.stage_deployments`) is left alone: that flow notices its loss, and makes a
+  new attempt.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import AwaitingRetry, Cancelled, Crashed, State
+
+from flows.stage_deployments import FLOW
 
 ATTEMPTS = 3
 PENDING_SECONDS = 90.0  # that a worker may take to start a process
@@ -58,7 +62,7 @@ def reconcile(pool: str, missing_before: set[str] | None) -> set[str]:
             limit=200,
         )
         for run in found:
-            if str(run.id) in alive or not _is_overdue(run, missing_before is None):
+            if FLOW in run.tags or str(run.id) in alive or not _is_overdue(run, missing_before is None):
                 continue
             missing.add(str(run.id))
             if missing_before is None or str(run.id) in missing_before:

@@ -17,6 +17,7 @@ import io
 import logging
 import os
 import queue
+import shlex
 import tarfile
 import tempfile
 import threading
@@ -253,16 +254,26 @@ class _Watch:
 # The deployments
 
 
+# Without a command, Prefect's process worker starts an interpreter that prepares a workspace, and then another one for
+# the run. A stage needs no workspace, so the run is started at once, by the interpreter that the worker runs with: it
+# stands first in its command line, and elsewhere on another machine than here.
+_START = (
+    "p=$(tr '\\0' '\\n' < /proc/$PPID/cmdline | head -n 1); "
+    'case $p in /*) ;; */*) p=$(readlink /proc/$PPID/cwd)/$p ;; esac; exec "${p:-python}" -P -m flows.engine'
+)
+
+
 def deploy_stages(client: SyncPrefectClient, pool: str) -> list[str]:
     """Have a deployment of every stage on a work pool. Returns their names.
 
     The pool is made, of type process, where there is none of that name.
     """
     try:
-        client.read_work_pool(pool)
+        kind = client.read_work_pool(pool).type
     except ObjectNotFound:
         with suppress(ObjectAlreadyExists):
             client.create_work_pool(WorkPoolCreate(name=pool, type="process"))
+        kind = client.read_work_pool(pool).type
     flow_id = client.create_flow_from_name(FLOW)
     names = [*stage_names(), CUSTOM]
     for name in names:
@@ -276,6 +287,7 @@ def deploy_stages(client: SyncPrefectClient, pool: str) -> list[str]:
             description=f"Runs {what} for a flow on another machine (`headrace run RECIPE --runner workpool`).",
             parameter_openapi_schema=parameter_schema(run_stage).model_dump_for_openapi(),
             enforce_parameter_schema=True,
+            job_variables={"command": shlex.join(["sh", "-c", _START])} if kind == "process" else {},
             pull_steps=[],
         )
     return [f"{FLOW}/{name}" for name in names]

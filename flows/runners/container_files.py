@@ -18,6 +18,7 @@ from stages.contract import StageSpec
 
 SCRATCH = "/scratch"  # in the container; its files are this attempt's alone
 SPEC = "spec.json"
+OUTCOME = "outcome.json"  # what the stage leaves of its end, in the scratch folder
 _CODE = "code"
 _MOST_BYTES = 64 << 20
 

@@ -16,12 +16,14 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import os
 import platform
 import re
 import signal
-import struct
 import sys
+import tarfile
 import threading
 import time
 import uuid
@@ -35,7 +37,8 @@ from docker.types import DeviceRequest, LogConfig, Mount
 
 from flows.runners import engine
 from flows.runners.base import RunnerError
-from flows.runners.container_files import SCRATCH, SPEC, luggage
+from flows.runners.container_files import OUTCOME, SCRATCH, SPEC, luggage
+from flows.runners.container_log import ContainerLog
 from flows.runners.engine import AWAY
 from flows.runners.gpus import GpuPool, visible_gpus
 from flows.runners.lines import EventLines, lost_outcome, stderr_events
@@ -50,7 +53,6 @@ _WAIT = 30  # seconds of one request that waits for the end of a container
 _PAUSE = 0.5  # between two tries to reach the engine
 _DEFAULT_SHM = "1GiB"
 _PIDS = 8192
-_STDERR_LINES = 2000
 _NO_COMMAND = (126, 127)  # what the init process says of an entry point that cannot be run
 _OWN_CODES = {int(code) for code in ExitCode}
 
@@ -193,12 +195,13 @@ class DockerRunner:
         """Create the container and return its id; nothing runs yet."""
         threads = spec.resources.threads
         own_user = options["user"] is not None and options["user"] != "0:0"
+        whose = {engine.INSTALLATION: engine.installation(), engine.RUN: spec.run, engine.STEP: spec.step}
         host = client.api.create_host_config(
             network_mode=self.settings.network,
             init=True,
             read_only=True,
             tmpfs={"/tmp": "rw,nosuid,nodev,mode=1777"},
-            mounts=[Mount(SCRATCH, None, type="volume"), *options["mounts"]],
+            mounts=[Mount(SCRATCH, None, type="volume", labels=whose), *options["mounts"]],
             mem_limit=options["memory"],
             memswap_limit=options["memory"],
             shm_size=options["shm"],
@@ -218,10 +221,8 @@ class DockerRunner:
             user=options["user"],
             environment=options["environment"],
             labels={
-                engine.INSTALLATION: engine.installation(),
+                **whose,
                 engine.OWNER: engine.owner(),
-                engine.RUN: spec.run,
-                engine.STEP: spec.step,
                 engine.KEY: spec.key,
                 engine.ATTEMPT: str(spec.record.get("attempt", 1)),
                 "headrace.host": platform.node(),
@@ -294,7 +295,7 @@ class DockerHandle:
         self._when_ended = when_ended
         self._over = threading.Event()
         self._end = _End(0)
-        self._notes: list[str] = []
+        self._log = ContainerLog(client, container, self._over)
         self._removed = threading.Lock()
         self._thread = threading.Thread(target=self._await_end, name=f"container of {spec.step}", daemon=True)
 
@@ -311,7 +312,7 @@ class DockerHandle:
         lines = EventLines()
         spoke = ended = False
         try:
-            for data in self._output():
+            for data in self._log.output():
                 spoke = True
                 for event in lines.feed(data):
                     ended = ended or event.get("type") == "outcome"
@@ -320,14 +321,43 @@ class DockerHandle:
             yield from lines.rest()
             if not spoke and self._end.code in _NO_COMMAND:
                 self.verdict = engine.no_stages(self._spec.step, self._image.name, f"exit code {self._end.code}")
-            yield from self._stderr()
-            for note in self._notes:
-                yield {"type": "log", "level": "warning", "time": round(time.time(), 3), "text": note}
-            if self._end.message and not ended:
-                yield lost_outcome(self._end.code, self._end.message)
+            yield from stderr_events(self._log.stderr())
+            if text := self._log.problem:
+                yield {"type": "log", "level": "warning", "time": round(time.time(), 3), "text": text}
+            if not ended and (left := self._left_outcome()) is not None:
+                self._judge(left)
+                yield left
+            elif not ended and self._end.code and (message := self._end.message or self._full_disk()):
+                yield lost_outcome(self._end.code, message)
         finally:
             if self.ended:
                 self.remove()
+
+    def _left_outcome(self) -> dict[str, Any] | None:
+        """The outcome that the stage left in its scratch folder. An engine with a full disk drops lines of the log."""
+        try:
+            pieces, _ = self._client.api.get_archive(self.container, f"{SCRATCH}/{OUTCOME}")
+            with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as archive:
+                file = archive.extractfile(OUTCOME)
+                found = json.loads(file.read()) if file is not None else None
+        except (APIError, *AWAY, OSError, KeyError, ValueError, tarfile.TarError):
+            return None
+        return found if isinstance(found, dict) and found.get("type") == "outcome" else None
+
+    def _full_disk(self) -> str:
+        """For an end of which nothing was said: that the engine's disk is full, where there is no room for a file."""
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            probe = tarfile.TarInfo("probe")
+            probe.size = 1 << 16
+            archive.addfile(probe, io.BytesIO(bytes(probe.size)))
+        try:
+            self._client.api.put_archive(self.container, SCRATCH, file.getvalue())
+        except APIError as error:
+            return engine.full_disk(engine.explained(error))
+        except AWAY:
+            pass
+        return ""
 
     def _judge(self, event: dict[str, Any]) -> None:
         """Say what is behind the refusal of a stage whose image holds other code than was planned."""
@@ -339,41 +369,6 @@ class DockerHandle:
                 f"image {self._image.name} holds other code than this installation ({message}); build it again with "
                 "`headrace images build` (seconds)"
             )
-
-    def _output(self) -> Iterator[bytes]:
-        """Standard output in pieces, each byte once, to the end of the container."""
-        read = 0
-        while True:
-            over = self.ended  # asked before reading, so that nothing written before the end is missed
-            position = 0
-            stream = None
-            try:
-                stream = self._client.api.logs(self.container, stdout=True, stderr=False, stream=True, follow=not over)
-                for piece in stream:
-                    fresh = piece[max(0, read - position) :]
-                    position += len(piece)
-                    if fresh:
-                        read = position
-                        yield fresh
-            except (APIError, *AWAY, OSError, struct.error) as error:
-                if over:
-                    if not isinstance(error, NotFound):
-                        self._notes.append(f"the end of its log could not be read from the Docker Engine: {error}")
-                    return
-            finally:
-                if stream is not None:
-                    with contextlib.suppress(Exception):
-                        stream.close()
-            if over:
-                return
-            self._over.wait(_PAUSE)
-
-    def _stderr(self) -> Iterator[dict[str, Any]]:
-        try:
-            data = self._client.api.logs(self.container, stdout=False, stderr=True, tail=_STDERR_LINES)
-        except (APIError, *AWAY):
-            return
-        yield from stderr_events(data)
 
     def wait(self) -> int:
         """Wait for the end; the exit code, or minus the number of the signal that ended it."""
@@ -403,6 +398,7 @@ class DockerHandle:
 
     def remove(self) -> None:
         """Remove the container, once."""
+        self._log.close()
         if self._removed.acquire(blocking=False):
             _remove(self._client, self.container)
 
@@ -412,6 +408,7 @@ class DockerHandle:
         self.verdict = self.verdict or end.verdict
         self._over.set()
         self._when_ended()
+        self._log.cut_silence()
 
     def _watch(self) -> _End:
         """Wait until the container has ended, through absences of the engine."""

@@ -14,6 +14,7 @@ import getpass
 import hashlib
 import os
 import platform
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ import docker
 import requests
 import urllib3
 from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection
 
 import stages
 from flows.runners.base import RunnerError
@@ -59,12 +62,29 @@ def connect(timeout: float = 60) -> docker.DockerClient:
     """
     try:
         client = docker.from_env(timeout=int(timeout))
+        for scheme in ("http://", "https://"):  # an engine on another machine; a socket has a scheme of its own
+            client.api.mount(scheme, _LastingConnections())
         client.ping()
     except (DockerException, *AWAY) as error:
         raise RunnerError(
             f"no Docker Engine answers at {where()} ({_root(error)}); start it, or set DOCKER_HOST"
         ) from None
     return client
+
+
+class _LastingConnections(HTTPAdapter):
+    """Connections that the kernel watches: a stage may say nothing for an hour, and what stands between this machine
+    and the engine forgets an idle connection without telling either."""
+
+    def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
+        options["socket_options"] = [
+            *HTTPConnection.default_socket_options,
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
+        ]
+        super().init_poolmanager(*arguments, **options)
 
 
 def where() -> str:
@@ -108,13 +128,20 @@ def explain(error: APIError, step: str, gpus: int, image: str) -> str:
             f"step {step}: the Docker Engine at {where()} has no GPU runtime (nvidia-container-toolkit). Set "
             "resources.gpus: 0 for CPU, or install it there; `headrace doctor` checks"
         )
-    if "no space left on device" in low:
-        return f"step {step}: the disk of the Docker Engine is full ({text}); free some (`docker system prune`)"
+    if full := full_disk(text):
+        return f"step {step}: {full}"
     if "network" in low and "not found" in low:
         return f"step {step}: {text}; set HEADRACE_DOCKER_NETWORK to a network that the engine has, such as host"
     if "executable file not found" in low or "no such file or directory" in low:
         return no_stages(step, image, text)
     return f"step {step}: the Docker Engine refuses its container: {text}"
+
+
+def full_disk(text: str) -> str:
+    """What to say where the engine's words mean that its disk is full; "" where they do not."""
+    if "no space left on device" not in text.lower():
+        return ""
+    return f"the disk of the Docker Engine is full ({text}); free some (`docker system prune`)"
 
 
 def no_stages(step: str, image: str, text: str) -> str:

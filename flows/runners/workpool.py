@@ -41,7 +41,7 @@ from stages.artifacts import StoreError, open_store
 from stages.contract import Resources, StageSpec
 
 GRACE = 60.0
-_POLL = 1.0  # seconds between two looks for what a stage has said
+_POLL = 0.5  # seconds between two looks for what a stage has said
 _STATE_SECONDS = 5.0  # between two looks at the state of its flow run
 _WAITING_SECONDS = 60.0  # after which a stage that no worker takes is told of
 _SERVER_ERRORS = (httpx.HTTPError, PrefectHTTPStatusError, OSError)

@@ -8,7 +8,6 @@ the tests are skipped and say why.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,9 +20,9 @@ import docker
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ROOT.parent / "shared" / "tools"
 sys.path[:0] = [str(ROOT / "tests" / "execute"), str(Path(__file__).parent)]
 
+import shared_engine  # noqa: E402
 from container_runs import Runs, containers  # noqa: E402
 from toy_stages import Toys  # noqa: E402
 
@@ -35,38 +34,37 @@ from flows.runners.base import RunnerError  # noqa: E402
 quiet_prefect()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The whole pipeline goes first: it begins outside of containers, while another test process builds the image."""
+    items.sort(key=lambda item: "test_whole_pipeline" not in item.nodeid)
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[docker.DockerClient]:
     """A client of a real engine; DOCKER_HOST leads to it, also in processes that a test starts."""
-    script = TOOLS / "engine.sh"
     try:
         yield engine_module.connect()
         return
     except RunnerError as error:
-        if not script.exists() or os.getuid() != 0:
+        if not shared_engine.script().exists() or os.getuid() != 0:
             pytest.skip(f"{error}; and there is no script here that starts one")
-    started = subprocess.run(["bash", str(script), "up"], capture_output=True, text=True, timeout=300)
-    address = re.search(r"DOCKER_HOST=(\S+)", started.stdout)
-    if started.returncode or address is None:
-        pytest.skip(f"no Docker Engine can be started here: {started.stderr.strip()[-300:]}")
-    os.environ["DOCKER_HOST"] = address[1]
-    try:
+    with shared_engine.started_engine() as address:
+        os.environ["DOCKER_HOST"] = address
         yield engine_module.connect()
-    finally:  # who started it ends it; its images stay
-        subprocess.run(["bash", str(script), "down"], capture_output=True, timeout=120)
 
 
 @pytest.fixture(scope="session")
 def base_image(engine: docker.DockerClient) -> str:
     """The image that the others are built on."""
-    for name in ("headrace-base:local", "python:3.11-slim"):
-        if engine.images.list(name=name):
-            return name
-    script = TOOLS / "base-image.sh"
-    if not script.exists():
-        pytest.skip("the engine has no image of Python, and there is no script here that makes one")
-    subprocess.run(["bash", str(script), "headrace-base:local"], check=True, capture_output=True, timeout=300)
-    return "headrace-base:local"
+    with shared_engine.alone("base-image"):
+        for name in ("headrace-base:local", "python:3.11-slim"):
+            if engine.images.list(name=name):
+                return name
+        script = shared_engine.script().parent / "base-image.sh"
+        if not script.exists():
+            pytest.skip("the engine has no image of Python, and there is no script here that makes one")
+        subprocess.run(["bash", str(script), "headrace-base:local"], check=True, capture_output=True, timeout=300)
+        return "headrace-base:local"
 
 
 @pytest.fixture(scope="session")
@@ -75,8 +73,9 @@ def stage_image(engine: docker.DockerClient, base_image: str) -> str:
     name = os.environ.get("HEADRACE_TEST_IMAGE")
     if not name:
         name = "headrace-stage:test"
-        _keep_wheel_of_torch()
-        images.build(["stage"], base=base_image, index=None, tag="test", as_json=True)
+        with shared_engine.alone("stage-image"):
+            _keep_wheel_of_torch()
+            images.build(["stage"], base=base_image, index=None, tag="test", as_json=True)
     image = engine.images.get(name).id
     os.environ["HEADRACE_STAGE_IMAGE"] = image
     return str(image)

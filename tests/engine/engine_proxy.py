@@ -1,4 +1,5 @@
-"""A socket before the Docker Engine's own that can hang up, and stay away for a while, as an engine that restarts does.
+"""A socket before the Docker Engine's own that can hang up, and stay away for a while, as an engine that restarts does,
+or fall silent, as a connection through a network can.
 
 What goes through it is the real engine's; nothing is answered in its place.
 """
@@ -23,6 +24,7 @@ class EngineProxy:
         self._upstream = upstream.removeprefix("unix://")
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
+        self._silent: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self.accepted = 0
         self.come_back()
@@ -41,6 +43,11 @@ class EngineProxy:
         for one in cut:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+
+    def fall_silent(self) -> None:
+        """Let nothing through any more on the connections that there are, which stay open; new ones work."""
+        with self._lock:
+            self._silent.update(self._open)
 
     def go_away(self) -> None:
         """Cut every connection and take no more, until `come_back`."""
@@ -64,15 +71,16 @@ class EngineProxy:
                 self._open += [near, far]
                 self.accepted += 1
             for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=_pump, args=(source, sink), daemon=True).start()
+                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
 
-
-def _pump(source: socket.socket, sink: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(65536):
-            sink.sendall(data)
-    with contextlib.suppress(OSError):
-        sink.shutdown(socket.SHUT_WR)
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if source not in self._silent:
+                    sink.sendall(data)
+        if source not in self._silent:
+            with contextlib.suppress(OSError):
+                sink.shutdown(socket.SHUT_WR)
 
 
 @contextmanager

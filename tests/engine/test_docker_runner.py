@@ -21,6 +21,9 @@ from engine_proxy import EngineProxy, engine_proxy
 from toy_stages import Toys
 
 from flows.execute import StepResult
+from flows.runners import container_log
+from flows.runners import docker as docker_runner
+from flows.runners import engine as engine_module
 from flows.runners.docker import DockerRunner, DockerSettings
 from stages.artifacts import open_store, read_log, read_result
 
@@ -267,7 +270,9 @@ def test_an_image_of_other_code_is_found_out_and_named(runs: Runs, base_image: s
     client = docker.from_env()
     change = f"FROM {stage_image}\nUSER 0\nRUN echo 'changed = 1' >> /app/stages/contract.py && \
         echo 'changed = 1' >> /app/stages/seeds.py\nLABEL headrace.code=sha256:0\nUSER 10001\n"
-    other, _ = client.images.build(fileobj=io.BytesIO(change.encode()), tag="headrace-stage:other", network_mode="host")
+    other, _ = client.images.build(
+        fileobj=io.BytesIO(change.encode()), tag="headrace-stage:other", network_mode="host", rm=True
+    )
     recipe = runs.toys.folder / "real.yaml"
     recipe.write_text(
         "steps:\n  corpus:\n    stage: tokenize\n    inputs: {data: 'stdlib:this.py'}\n    format: text\n"
@@ -313,6 +318,24 @@ def test_a_log_stream_that_breaks_off_loses_and_repeats_nothing(runs: Runs, prox
     assert (result.state, result.steps["a"].attempts) == ("done", 1), result.steps["a"]
     assert cut == [5, 12, 20]
     assert [event["done"] for event in told(runs, "progress")] == list(range(1, 31))
+
+
+def test_a_connection_that_falls_silent_loses_nothing_and_holds_nobody_up(
+    runs: Runs, proxy: EngineProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = engine_module.connect
+    monkeypatch.setattr(engine_module, "connect", lambda: connect(timeout=2))
+    monkeypatch.setattr(docker_runner, "_WAIT", 2)
+    monkeypatch.setattr(container_log, "_SILENCE", 1.0)
+
+    def fall_silent(event: dict[str, Any]) -> None:
+        if event["type"] == "progress" and event["done"] == 3:
+            proxy.fall_silent()
+
+    runs.react = fall_silent
+    result = runs(runs.toys.recipe("a: {stage: COUNT, total: 10, delay: 0.1, save_steps: 100}"))
+    assert (result.state, result.steps["a"].attempts) == ("done", 1), result.steps["a"]
+    assert [event["done"] for event in told(runs, "progress")] == list(range(1, 11))
 
 
 def test_a_stage_outlives_an_engine_that_is_away_for_a_while(runs: Runs, proxy: EngineProxy) -> None:
@@ -430,14 +453,18 @@ def test_fifty_containers_come_and_go_without_a_leak(
 ) -> None:
     def counted() -> tuple[int, int, int]:
         descriptors = len(os.listdir("/proc/self/fd"))
-        return descriptors, threading.active_count(), len(engine.volumes.list())
+        volumes = engine.volumes.list(filters={"label": f"headrace.installation={own_installation}"})
+        return descriptors, threading.active_count(), len(volumes)
 
     steps = "\n".join(f"s{number}: {{stage: COUNT, total: 2, beta: {number}.5}}" for number in range(50))
     runs(runs.toys.recipe(COUNT))  # what is made once is there
     before = counted()
+    volumes: list[int] = []
+    runs.react = lambda event: volumes.append(counted()[2]) if event["type"] == "progress" and not volumes else None
     result = runs(runs.toys.recipe(steps))
+    assert volumes[0] > 0
     assert result.state == "done"
     assert len({step.artifact for step in result.steps.values()}) == 50
     assert containers(engine, own_installation) == []
     until(lambda: all(now <= then + 2 for now, then in zip(counted()[:2], before[:2], strict=True)), 30)
-    assert counted()[2] <= before[2]
+    assert counted()[2] == 0

@@ -8,16 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pool_runs import ROOT, Pool, Runs
+from prefect import get_client
+from prefect.states import Running, Scheduled
 from toy_stages import Toys
 
 from flows.execute import execute
 from flows.plan import make_plan
 from flows.recipe import load_recipe
+from flows.reconcile import reconcile
 from flows.runners.process import ProcessRunner
 from stages.artifacts import fetch, open_store, read_log
 
@@ -88,6 +92,20 @@ def test_without_a_server_or_deployments_the_step_says_what_to_do(
     monkeypatch.setenv("PREFECT_API_URL", gone)
     with temporary_settings({PREFECT_API_URL: gone}):
         assert "the Prefect server cannot be asked for stage/custom" in runs(path).steps["a"].message
+
+
+def test_headrace_up_leaves_the_stages_of_its_pool_to_the_flows_that_asked_for_them(
+    prefect_api: str, runs: Runs, pool: Pool
+) -> None:
+    """It schedules runs of flows again whose process is gone; a stage that came back so would meet no channel."""
+    later = datetime.now(UTC) + timedelta(hours=1)  # so that no worker takes it
+    with get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name("stage/custom")
+        run = client.create_flow_run_from_deployment(deployment.id, state=Scheduled(scheduled_time=later))
+        client.set_flow_run_state(run.id, Running(), force=True)
+        assert reconcile(deployment.work_pool_name, {str(run.id)}) == set()
+        assert client.read_flow_run(run.id).state_type == "RUNNING"
+        client.delete_flow_run(run.id)
 
 
 @pytest.mark.slow
