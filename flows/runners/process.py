@@ -29,12 +29,13 @@ from typing import IO, Any
 import stages
 from flows.runners.base import RunnerError
 from flows.runners.gpus import GpuPool
-from flows.runners.lines import STDERR_BYTES, parse_event, stderr_events
+from flows.runners.lines import STDERR_BYTES, EventLines, stderr_events
 from flows.runners.memory import parse_size, session_memory, show_size
 from stages.children import die_with_parent
 from stages.contract import StageSpec
 
 _POLL = 0.05  # seconds between looks at a file of events
+_PIECE = 1 << 20  # bytes of events read at once: a stage may say more than memory holds
 _MEMORY_POLL = 0.5
 _READY = 120.0  # seconds that the fork server may take to say that it is there
 _KILLED = 20.0  # seconds that a killed stage may take to be gone
@@ -174,25 +175,23 @@ class ProcessHandle:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """The events as they come, then what the stage wrote to standard error."""
-        rest = b""
+        lines = EventLines()
         code: int | None = None
+        data = b""
         with open(self.events_file, "rb") as file:
             while True:
-                over = self._over.wait(_POLL)  # asked before reading, so that nothing written before the end is missed
-                data = file.read()
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    if line:
-                        event = parse_event(line)
-                        if event.get("type") == "outcome":
-                            code = int(event.get("code", 1))
-                        yield event
+                # Asked before reading, so that nothing written before the end is missed.
+                over = self._over.wait(0.0 if data else _POLL)
+                data = file.read(_PIECE)
+                for event in lines.feed(data):
+                    if event.get("type") == "outcome":
+                        code = int(event.get("code", 1))
+                    yield event
                 if over and not data:
                     break
                 if code is not None and self.pid is not None and not _alive(self.pid):
                     self.end(code)  # a server that is busy importing torch would say so only later
-        if rest:
-            yield parse_event(rest)
+        yield from lines.rest()
         yield from self._stderr()
 
     def _stderr(self) -> Iterator[dict[str, Any]]:

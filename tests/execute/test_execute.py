@@ -78,6 +78,14 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 ONE = "a: {stage: COUNT, total: 6}"
 
 
+def test_a_secret_that_a_stage_says_is_heard_by_nobody(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOYS_API_TOKEN", "disk of toys")  # what the crash of the toy stage tells
+    result = runs(runs.toys.recipe("a: {stage: COUNT, trouble: crash@1}"))
+    assert result.steps["a"].message == "RuntimeError: the [secret] is on fire"
+    assert any("[secret]" in str(event.get("text")) for event in runs.events)
+    assert "disk of toys" not in str(runs.events)
+
+
 def test_a_run_computes_what_is_missing_and_the_next_takes_it(runs: Runs) -> None:
     path = runs.toys.recipe("a: {stage: COUNT, total: 4}\nb: {stage: COUNT, inputs: {data: a}, beta: 0.5}")
     first = runs(path)
