@@ -155,6 +155,7 @@ class ProcessHandle:
         self._over = threading.Event()
         self._code = 0
         self._send: Callable[[int], None] = self._kill
+        self._end_messenger: Callable[[], None] = lambda: None
 
     @property
     def ended(self) -> bool:
@@ -217,11 +218,18 @@ class ProcessHandle:
         self.signal(signal.SIGTERM)
         if not self._over.wait(grace):
             self.signal(signal.SIGKILL)
-            self._over.wait(_KILLED)
+            if not self._over.wait(_KILLED):
+                self._end_messenger()
+                self._kill(signal.SIGKILL)
+                self._over.wait(_KILLED)
 
-    def send_with(self, send: Callable[[int], None]) -> None:
-        """Let signals take another way than the kernel's own, for a process that is not this one's child."""
-        self._send = send
+    def send_with(self, send: Callable[[int], None], end: Callable[[], None] = lambda: None) -> None:
+        """Let signals take another way than the kernel's own, for a process that is not this one's child.
+
+        Args:
+            end: ends whoever passes them on, and has not done so (a process that is frozen).
+        """
+        self._send, self._end_messenger = send, end
 
     def _kill(self, number: int) -> None:
         if self.pid is None:
@@ -285,7 +293,7 @@ class _ForkServer:
         name = str(next(self._numbers))
         with self._lock:
             self._handles[name] = handle
-        handle.send_with(lambda number: self._signal(name, number))
+        handle.send_with(lambda number: self._signal(name, number), self._process.kill)
         request = {"id": name, "spec": str(spec), "events": str(handle.events_file), "stderr": str(handle.stderr_file)}
         if not self._write(request):
             with self._lock:

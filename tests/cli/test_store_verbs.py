@@ -230,7 +230,6 @@ def test_a_log_cannot_steer_the_terminal_that_it_is_read_on(folder: Path) -> Non
 
 
 def test_a_password_in_the_address_of_a_server_is_not_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "r.yaml").write_text("steps:\n  t: {stage: tokenize, inputs: {data: one}, format: text}\n")
     monkeypatch.setenv("PREFECT_API_URL", "http://ada:lovelace-1843@127.0.0.1:9/api")
     for verb in (["deploy"], ["doctor"]):
         ended = headrace(folder, *verb)
