@@ -393,7 +393,9 @@ def main() -> None:
     except Exception as error:
         if not _is_a_persons_error(error):
             raise
-        print(f"headrace: {error}", file=sys.stderr)
+        from stages.artifacts import redact
+
+        print(f"headrace: {redact(str(error))}", file=sys.stderr)
         raise SystemExit(BAD_REQUEST) from None
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TextIO
 
 from flows import figures
+from flows.visible import for_terminal
 
 BAR = 16
 PLAIN_SECONDS = 10.0  # between two lines of progress of one step where there is no terminal
@@ -107,7 +108,7 @@ class Board:
                     line.note = f"waits for {event['for']}, which computes the same" if event.get("for") else ""
                     return line if line.note else None
                 case "log" if event.get("level") in ("warning", "error"):
-                    line.note = str(event.get("text", ""))
+                    line.note = for_terminal(str(event.get("text", "")))
         return None
 
     def _state(self, line: Line, event: dict[str, Any], now: float) -> Line | None:
@@ -116,7 +117,7 @@ class Board:
         if state == "running":
             line.start(now)
         line.state = state
-        line.message = str(event.get("message") or line.message)
+        line.message = for_terminal(str(event.get("message") or line.message))
         line.artifact = event.get("artifact") or line.artifact
         line.metrics = dict(event.get("metrics") or line.metrics)
         if event.get("seconds") is not None:

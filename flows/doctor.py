@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from flows.listing import print_json
-from flows.local_server import configured_api, quiet_prefect
+from flows.local_server import configured_api, quiet_prefect, without_user
 from flows.runners.engine_checks import check_engine
 from flows.runners.gpus import visible_gpus
 from stages.artifacts import FolderStore, StoreError, open_cache, open_store
@@ -93,8 +93,8 @@ def _gpus() -> Check:
 
 def _prefect() -> Check:
     quiet_prefect()
-    api = configured_api()
-    if api is None:
+    api = without_user(configured_api() or "")
+    if not api:
         return Check("prefect", "ok", "no server is set: each run starts one of its own (or use --no-prefect)")
     try:
         with urllib.request.urlopen(f"{api}/health", timeout=10) as answer:

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,19 +30,19 @@ from typing import Any, Literal
 from flows.endings import ending, was_killed
 from flows.plan import Plan, PlannedStep, Planner
 from flows.recipe_model import RecipeError, Step
-from flows.record import git_state, run_document, step_document
+from flows.record import git_state, record_killed, run_document, step_document
 from flows.runners.base import Handle, Runner, RunnerError
 from flows.scratch import ScratchFolders
 from flows.sources import bring
 from stages.artifacts import (
-    Damaged,
     Result,
     StoreError,
     append_log,
     keep_code,
     log_key,
     read_result,
-    read_run,
+    redact,
+    redact_event,
     write_result,
     write_run,
 )
@@ -208,10 +208,7 @@ class Execution:
 
     def begin(self) -> None:
         """Write the run's document and say which steps wait."""
-        for killed in self._scratch.sweep():
-            with suppress(Damaged, ValueError):
-                if (run := read_run(self.plan.store, killed)) is not None and run.get("state") == "killed":
-                    write_run(self.plan.store, run)  # so that other machines see it too
+        record_killed(self.plan.store, self._scratch.sweep())
         write_run(self.plan.store, self._document)
         for planned in self.plan.steps:
             self._tell(planned.step, "waiting", reason=planned.reason)
@@ -278,7 +275,7 @@ class Execution:
             else:
                 result = self._bring_to_end(step)
         except (RecipeError, RunnerError, StoreError) as error:
-            result = StepResult(name, "failed", message=str(error))
+            result = StepResult(name, "failed", message=redact(str(error)))
         result = replace(result, seconds=round(time.monotonic() - begun, 3))
         self._end(result)
         return result
@@ -451,6 +448,7 @@ class Execution:
         written = time.monotonic()
         try:
             for event in handle.events():
+                event = redact_event(event)  # before anybody hears of it, a person at a terminal included
                 event.setdefault("step", name)
                 unlogged.append(event)
                 if event.get("type") == "outcome":

@@ -18,6 +18,7 @@ from typing import Any
 
 from flows import figures
 from flows.names import UnknownName, find_run, resolve
+from flows.visible import for_terminal
 from stages.artifacts import (
     LogTail,
     Store,
@@ -48,7 +49,7 @@ def status(store_url: str, run: str | None, number: int, *, as_json: bool) -> No
     store = open_store(store_url)
     if run is not None:
         record = find_run(store, run)
-        print_json(record) if as_json else print("\n".join(_run_lines(record)))
+        print_json(record) if as_json else print("\n".join(map(for_terminal, _run_lines(record))))
         return
     records = [record for _, record in zip(range(number), list_runs(store), strict=False)]
     if as_json:
@@ -58,7 +59,7 @@ def status(store_url: str, run: str | None, number: int, *, as_json: bool) -> No
     elif not records:
         print(f"No runs in store {store.url} yet. `headrace run quickstart` makes one.")
     else:
-        print("\n".join(_run_line(record) for record in records))
+        print("\n".join(for_terminal(_run_line(record)) for record in records))
 
 
 def _run_line(record: dict[str, Any]) -> str:
@@ -109,7 +110,7 @@ def logs(store_url: str, run: str | None, step: str | None, *, as_json: bool, fo
         if as_json:
             print(json.dumps(event, ensure_ascii=False), flush=follow)
         elif text := event_text(event):
-            print(f"{_clock(event)} {event.get('step', ''):<12} {text}", flush=follow)
+            print(for_terminal(f"{_clock(event)} {event.get('step', ''):<12} {text}"), flush=follow)
     if not found and not as_json:
         said = f"step {step} of run {record['id']}" if step else f"run {record['id']}"
         print(f"{said}: nothing was logged; its steps were cached or did not start.")

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 from flows import installation
 
@@ -99,6 +100,7 @@ def start_server() -> LocalServer | LastingServer | None:
         return LastingServer(up.api, up.pages)
     if url is None:
         return LocalServer()
+    url = without_user(url)
     try:
         urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=30).close()
     except urllib.error.HTTPError:
@@ -222,8 +224,14 @@ def run_link(flow_run_id: str, server: LastingServer | None = None) -> str | Non
     """
     from prefect.settings import get_current_settings
 
-    pages = server.pages if server is not None else get_current_settings().ui_url
+    pages = server.pages if server is not None else without_user(str(get_current_settings().ui_url or ""))
     return f"{str(pages).rstrip('/').removesuffix('/v2')}/v2/runs/flow-run/{flow_run_id}" if pages else None
+
+
+def without_user(url: str) -> str:
+    """A URL without the name and password that it may hold: what can be shown, and asked whether it is there."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def _send_what_is_queued() -> None:

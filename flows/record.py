@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import stages
 from flows.plan import Plan
-from stages.artifacts import processes
+from stages.artifacts import Damaged, Store, processes, read_run, write_run
 
 if TYPE_CHECKING:
     from flows.execute import StepResult
@@ -76,6 +78,14 @@ def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
 def step_document(result: StepResult) -> dict[str, Any]:
     """What the run's document holds of a step that has ended."""
     return {name: value for name, value in asdict(result).items() if name != "step"}
+
+
+def record_killed(store: Store, runs: Iterable[str]) -> None:
+    """Write down of runs whose process on this machine is gone that they were killed, so that others see it too."""
+    for name in runs:
+        with suppress(Damaged, ValueError):
+            if (run := read_run(store, name)) is not None and run.get("state") == "killed":
+                write_run(store, run)
 
 
 def git_state() -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from flows.recipe_model import RecipeError
 from flows.runners.choice import RUNNERS, check_runner, make_runner
 from flows.signals import interrupting, stopping
 from flows.summary import Made
+from flows.visible import for_terminal
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 _ENDINGS = {  # exit codes of stages that are verdicts on the run
@@ -86,7 +87,7 @@ def show_plan(request: Request, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(plan.to_json(), indent=1, ensure_ascii=False))
     else:
-        print("\n".join(plan_lines(plan)))
+        print("\n".join(map(for_terminal, plan_lines(plan))))
     return DONE
 
 
@@ -129,7 +130,7 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
     board = Board(_line(planned) for planned in plan.steps)
     display = open_display(board, as_json=as_json)
     for text in _header(plan, run_id, request.runner):
-        display.say(text)
+        display.say(for_terminal(text))
     try:
         with interrupting():
             if with_prefect:
@@ -143,7 +144,8 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
     if as_json:
         print(json.dumps({"type": "run"} | asdict(result), default=str))
     else:
-        print("\n".join(outcome_lines(plan, result, board, request, time.monotonic() - begun)))
+        lines = outcome_lines(plan, result, board, request, time.monotonic() - begun)
+        print("\n".join(map(for_terminal, lines)))
     return {"done": DONE, "stopped": INTERRUPTED}.get(result.state, FAILED)
 
 

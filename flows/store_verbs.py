@@ -23,6 +23,8 @@ from flows.sources import find_files
 from stages.artifacts import (
     Damage,
     FilesAtHand,
+    FolderStore,
+    FullStore,
     Garbage,
     HashCache,
     NotInStore,
@@ -352,6 +354,20 @@ def _share_line(label: str, share: Share) -> str:
     return f"    {label:<36} {figures.count(share.artifacts):>7}  {sizes}"
 
 
+def _make_way(store: Store) -> bool:
+    """Free what a gc needs for its own lease on a full disk: hashes that can be computed again. Whether it could be."""
+    from flows.plan import cache_path
+
+    remembered = cache_path(store)
+    try:
+        if not isinstance(store, FolderStore) or remembered is None:
+            return False
+        remembered.unlink()
+    except OSError:
+        return False
+    return True
+
+
 def gc(store_url: str, *, delete: bool, keep: str, grace: str, as_json: bool) -> None:
     """Name, or remove, what nothing needs any more.
 
@@ -365,7 +381,12 @@ def gc(store_url: str, *, delete: bool, keep: str, grace: str, as_json: bool) ->
     if young > retention:
         raise UnknownName(f"--grace {grace} is longer than --keep {keep}; make it shorter.")
     store = open_store(store_url)
-    found = collect(store, delete=delete, retention=retention, grace=young)
+    try:
+        found = collect(store, delete=delete, retention=retention, grace=young)
+    except FullStore:
+        if not _make_way(store):
+            raise
+        found = collect(store, delete=delete, retention=retention, grace=young)
     if as_json:
         print_json(asdict(found) | {"bytes": found.size})
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,23 +14,26 @@ from typing import Any
 
 class EventStream:
     """Writes events to a descriptor, one JSON line each, from any thread. Errors of the descriptor are swallowed: the
-    reader may be gone while the stage saves."""
+    reader may be gone while the stage saves. What a full disk did not take is lost; a later event may find room again,
+    as the last one does, which says why the stage ended."""
 
     def __init__(self, descriptor: int, step: str = "") -> None:
         self.step = step
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._broken = descriptor < 0
+        self._cut = False  # whether the last line has no end
 
     def __call__(self, event: dict[str, Any]) -> None:
         line = json_line({"time": round(time.time(), 3), "step": self.step, **event})
         with self._lock:
-            view = memoryview(line)
+            view = memoryview(b"\n" + line if self._cut else line)
             try:
                 while view and not self._broken:
                     view = view[os.write(self._descriptor, view) :]
-            except OSError:
-                self._broken = True
+                    self._cut = bool(view)
+            except OSError as error:
+                self._broken = error.errno not in (errno.ENOSPC, errno.EDQUOT)
 
 
 def json_line(event: dict[str, Any]) -> bytes:

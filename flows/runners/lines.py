@@ -14,20 +14,22 @@ class EventLines:
     """Puts events together from pieces of standard output."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest: list[bytes] = []  # pieces of a line without its end: joining them each time would take for ever
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         """The events that `data` completes."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
+        first, *more = data.split(b"\n")
+        self._rest.append(first)
+        for begun in more:
+            line, self._rest = b"".join(self._rest), [begun]
             if line:
                 yield parse_event(line)
 
     def rest(self) -> Iterator[dict[str, Any]]:
         """The event of a last line without an end, if there is one."""
-        if self._rest:
-            yield parse_event(self._rest)
-            self._rest = b""
+        line, self._rest = b"".join(self._rest), []
+        if line:
+            yield parse_event(line)
 
 
 def parse_event(line: bytes) -> dict[str, Any]:

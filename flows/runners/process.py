@@ -29,12 +29,13 @@ from typing import IO, Any
 import stages
 from flows.runners.base import RunnerError
 from flows.runners.gpus import GpuPool
-from flows.runners.lines import STDERR_BYTES, parse_event, stderr_events
+from flows.runners.lines import STDERR_BYTES, EventLines, stderr_events
 from flows.runners.memory import parse_size, session_memory, show_size
 from stages.children import die_with_parent
 from stages.contract import StageSpec
 
 _POLL = 0.05  # seconds between looks at a file of events
+_PIECE = 1 << 20  # bytes of events read at once: a stage may say more than memory holds
 _MEMORY_POLL = 0.5
 _READY = 120.0  # seconds that the fork server may take to say that it is there
 _KILLED = 20.0  # seconds that a killed stage may take to be gone
@@ -154,6 +155,7 @@ class ProcessHandle:
         self._over = threading.Event()
         self._code = 0
         self._send: Callable[[int], None] = self._kill
+        self._end_messenger: Callable[[], None] = lambda: None
 
     @property
     def ended(self) -> bool:
@@ -174,25 +176,23 @@ class ProcessHandle:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """The events as they come, then what the stage wrote to standard error."""
-        rest = b""
+        lines = EventLines()
         code: int | None = None
+        data = b""
         with open(self.events_file, "rb") as file:
             while True:
-                over = self._over.wait(_POLL)  # asked before reading, so that nothing written before the end is missed
-                data = file.read()
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    if line:
-                        event = parse_event(line)
-                        if event.get("type") == "outcome":
-                            code = int(event.get("code", 1))
-                        yield event
+                # Asked before reading, so that nothing written before the end is missed.
+                over = self._over.wait(0.0 if data else _POLL)
+                data = file.read(_PIECE)
+                for event in lines.feed(data):
+                    if event.get("type") == "outcome":
+                        code = int(event.get("code", 1))
+                    yield event
                 if over and not data:
                     break
                 if code is not None and self.pid is not None and not _alive(self.pid):
                     self.end(code)  # a server that is busy importing torch would say so only later
-        if rest:
-            yield parse_event(rest)
+        yield from lines.rest()
         yield from self._stderr()
 
     def _stderr(self) -> Iterator[dict[str, Any]]:
@@ -218,11 +218,18 @@ class ProcessHandle:
         self.signal(signal.SIGTERM)
         if not self._over.wait(grace):
             self.signal(signal.SIGKILL)
-            self._over.wait(_KILLED)
+            if not self._over.wait(_KILLED):
+                self._end_messenger()
+                self._kill(signal.SIGKILL)
+                self._over.wait(_KILLED)
 
-    def send_with(self, send: Callable[[int], None]) -> None:
-        """Let signals take another way than the kernel's own, for a process that is not this one's child."""
-        self._send = send
+    def send_with(self, send: Callable[[int], None], end: Callable[[], None] = lambda: None) -> None:
+        """Let signals take another way than the kernel's own, for a process that is not this one's child.
+
+        Args:
+            end: ends whoever passes them on, and has not done so (a process that is frozen).
+        """
+        self._send, self._end_messenger = send, end
 
     def _kill(self, number: int) -> None:
         if self.pid is None:
@@ -286,7 +293,7 @@ class _ForkServer:
         name = str(next(self._numbers))
         with self._lock:
             self._handles[name] = handle
-        handle.send_with(lambda number: self._signal(name, number))
+        handle.send_with(lambda number: self._signal(name, number), self._process.kill)
         request = {"id": name, "spec": str(spec), "events": str(handle.events_file), "stderr": str(handle.stderr_file)}
         if not self._write(request):
             with self._lock:

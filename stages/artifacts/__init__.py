@@ -19,7 +19,7 @@ from stages.artifacts.refs import Move, Ref, check_ref_name, promote, read_ref, 
 from stages.artifacts.repair import FilesAtHand, is_about_manifest, repair
 from stages.artifacts.results import Result, parse_result, read_result, result_key, results, write_result
 from stages.artifacts.runs import LogTail, append_log, list_runs, log_key, read_log, read_run, run_names, write_run
-from stages.artifacts.secrets import find_secret, redact
+from stages.artifacts.secrets import find_secret, redact, redact_event
 from stages.artifacts.store import (
     Damaged,
     FullStore,
@@ -101,6 +101,7 @@ __all__ = [
     "read_result",
     "read_run",
     "redact",
+    "redact_event",
     "ref_names",
     "refs",
     "repair",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from typing import Any
 
 BLANK = "[secret]"
 _SHORTEST = 8  # a shorter value of a variable would blank ordinary words
@@ -57,6 +58,12 @@ def redact(text: str) -> str:
             text = text.replace(form, BLANK)
     text = _FORM.sub(BLANK, text)
     return _URL.sub(lambda match: match["before"] + BLANK, text)
+
+
+def redact_event(event: dict[str, Any]) -> dict[str, Any]:
+    """An event of a stage, its texts redacted."""
+    texts = {name: redact(event[name]) for name in ("text", "message", "for") if isinstance(event.get(name), str)}
+    return {**event, **texts}
 
 
 def _from_environment() -> list[tuple[str, str]]:

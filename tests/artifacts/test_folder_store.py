@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import threading
@@ -140,6 +141,37 @@ try:
 except StoreError as error:
     print(type(error).__name__, error)
 """
+
+
+EVENTS = """
+import json, os, sys
+from stages.events import EventStream
+disk = sys.argv[1]
+emit = EventStream(os.open(f"{disk}/events", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+emit({"type": "log", "text": "first"})
+emit({"type": "log", "text": "x" * 300_000})
+os.truncate(f"{disk}/events", 4096)
+emit({"type": "outcome", "code": 1})
+lines = open(f"{disk}/events").read().splitlines()
+print(json.loads(lines[0])["text"], len(lines), json.loads(lines[-1])["code"])
+"""
+
+
+def test_why_a_stage_ended_is_heard_though_the_disk_was_full_of_its_events(tmp_path: Path) -> None:
+    assert in_small_file_system(tmp_path, f'CODE={shlex.quote(EVENTS)}; "$PYTHON" -c "$CODE" $DISK') == "first 3 1\n"
+
+
+def test_garbage_is_removed_from_a_full_disk(tmp_path: Path) -> None:
+    script = """
+    export PYTHONPATH=%s
+    echo rows > $DISK/rows; "$PYTHON" -m flows.cli import $DISK/rows --store $DISK/store > /dev/null
+    mkdir -p $DISK/store/cache; head -c 8192 /dev/zero > $DISK/store/cache/hashes.json
+    head -c 1000000 /dev/zero > $DISK/filler 2> /dev/null || true
+    "$PYTHON" -m flows.cli import $DISK/rows --ref r --store $DISK/store 2> /dev/null || echo full
+    "$PYTHON" -m flows.cli gc --delete --store $DISK/store
+    """
+    said = in_small_file_system(tmp_path, script % shlex.quote(str(Path(__file__).parents[2])))
+    assert said == "full\nNothing to remove: 1 artifacts are kept.\n"
 
 
 def test_a_read_only_store_is_one_sentence(tmp_path: Path) -> None:

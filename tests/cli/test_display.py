@@ -190,3 +190,12 @@ def test_a_bar_is_full_only_at_the_end(done: int, total: int | None, full: int |
 )
 def test_numbers_read_as_people_write_them(value: str, text: str) -> None:
     assert value == text
+
+
+def test_what_a_stage_says_cannot_steer_the_terminal() -> None:
+    board = Board([Line("base", "pretrain")])
+    board.apply({"type": "step", "step": "base", "state": "running"})
+    board.apply({"type": "log", "step": "base", "level": "warning", "text": "\x1b[31mred\x1b[0m\x1b]0;title\x07"})
+    assert board.lines["base"].note == "red⟨001B⟩]0;title⟨0007⟩"
+    board.apply({"type": "step", "step": "base", "state": "failed", "message": "gnp\u202eexe\x1b[2J"})
+    assert board.lines["base"].message == "gnp⟨202E⟩exe⟨001B⟩[2J"

@@ -213,3 +213,26 @@ def test_a_secret_never_reaches_the_store(tmp_path: Path, monkeypatch: pytest.Mo
     assert [event["text"] for event in read_log(store, "r")] == ["url s3://me:[secret]@host, [secret], disabled-by-us"]
     for info in store.list(""):
         assert b"hunter22" not in store.get(info.key)
+
+
+def test_a_log_cannot_steer_the_terminal_that_it_is_read_on(folder: Path) -> None:
+    store = open_store(folder / ".headrace")
+    run = {"id": "golden-otter", "recipe": "a\x1b[2Jb", "state": "done", "steps": {"base": {"status": "done"}}}
+    write_run(store, run)
+    append_log(
+        store, "golden-otter", "base", [{"type": "log", "step": "base", "text": "\x1b[32mok\x1b[0m \x1b]0;x\x07"}]
+    )
+    said = headrace(folder, "logs", "base").stdout + headrace(folder, "status").stdout
+    assert "ok ⟨001B⟩]0;x⟨0007⟩" in said
+    assert "a⟨001B⟩[2Jb" in said
+    assert "\x1b" not in said
+    assert "\\u001b" in headrace(folder, "logs", "base", "--json").stdout  # programs get what was said
+
+
+def test_a_password_in_the_address_of_a_server_is_not_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://ada:lovelace-1843@127.0.0.1:9/api")
+    for verb in (["deploy"], ["doctor"]):
+        ended = headrace(folder, *verb)
+        assert ended.returncode != 0
+        assert "127.0.0.1:9/api" in ended.stdout + ended.stderr
+        assert "lovelace" not in ended.stdout + ended.stderr

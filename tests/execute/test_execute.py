@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from toy_stages import Toys
 
 from flows import listing
 from flows.display import Board
-from flows.execute import Execution, RunResult, execute
+from flows.execute import Execution, RunResult, execute, run_all
 from flows.lineage import verbs
 from flows.names import UnknownName, resolve
 from flows.plan import make_plan
@@ -76,6 +77,14 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 ONE = "a: {stage: COUNT, total: 6}"
+
+
+def test_a_secret_that_a_stage_says_is_heard_by_nobody(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOYS_API_TOKEN", "disk of toys")  # what the crash of the toy stage tells
+    result = runs(runs.toys.recipe("a: {stage: COUNT, trouble: crash@1}"))
+    assert result.steps["a"].message == "RuntimeError: the [secret] is on fire"
+    assert any("[secret]" in str(event.get("text")) for event in runs.events)
+    assert "disk of toys" not in str(runs.events)
 
 
 def test_a_run_computes_what_is_missing_and_the_next_takes_it(runs: Runs) -> None:
@@ -439,3 +448,29 @@ def test_two_runs_of_one_recipe_compute_each_step_once(runs: Runs, runner: Proce
     assert {(result.step, len(result.history)) for result in results(store)} == {("a", 0), ("b", 0)}
     [told] = [event for event in other.events if event["type"] == "step" and event["state"] == "cached"][:1]
     assert told["message"] == "computed by run run-1"
+
+
+def test_a_run_whose_fork_server_is_frozen_can_be_killed(toys: Toys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.runners.process._KILLED", 0.5)
+    plan = make_plan(load_recipe(toys.recipe("a: {stage: COUNT, total: 900, delay: 0.1}")), toys.store)
+    frozen: list[psutil.Process] = []
+
+    def react(event: Event) -> None:
+        if event["type"] == "saved" and not frozen:
+            [server] = set(psutil.Process().children()) - before
+            frozen.extend([server, *server.children()])
+            server.suspend()
+            threading.Thread(target=execution.stop, kwargs={"kill": True}).start()
+
+    before = set(psutil.Process().children())
+    runner = ProcessRunner(preload=False)
+    try:
+        execution = Execution(plan, runner=runner, run_id="frozen", listener=react)
+        result = run_all(execution)
+    finally:
+        runner.close()
+    assert (result.state, result.steps["a"].status) == ("stopped", "stopped")
+    assert result.steps["a"].saved_step
+    _, alive = psutil.wait_procs(frozen, timeout=60)
+    assert not alive
+    assert set(psutil.Process().children()) <= before

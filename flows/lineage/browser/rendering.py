@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import unicodedata
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from flows import figures
+from flows.visible import visible
 
 HERE = Path(__file__).parent
 # A state with the sign that tells it without colour, and how it is spoken of.
@@ -47,22 +47,6 @@ KIND_SIGNS: dict[str, str] = {
     "code": "§",
     "origins": "↦",
 }
-
-
-def visible(text: str) -> str:
-    """Text with every control, bidirectional and other invisible character shown as its code point.
-
-    Line ends and tabs stay.
-    """
-    if text.isprintable():
-        return text
-    return "".join(_shown(character) for character in text)
-
-
-def _shown(character: str) -> str:
-    if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
-        return character
-    return "�" if unicodedata.category(character) == "Cs" else f"⟨{ord(character):04X}⟩"
 
 
 @dataclass(frozen=True)
