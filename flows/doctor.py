@@ -16,6 +16,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from flows import installation
 from flows.listing import print_json
 from flows.local_server import configured_api, quiet_prefect
 from flows.runners.engine_checks import check_engine
@@ -94,6 +95,8 @@ def _gpus() -> Check:
 def _prefect() -> Check:
     quiet_prefect()
     api = configured_api()
+    if api is None and (up := installation.running()) is not None:
+        api = up.api
     if api is None:
         return Check("prefect", "ok", "no server is set: each run starts one of its own (or use --no-prefect)")
     try:
