@@ -260,12 +260,15 @@ def pull(
 def sample(
     artifact: ArtifactName,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to say to the model.")],
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Go on with PROMPT as it stands, without the chat template.")
+    ] = False,
     store: StoreUrl = ".headrace",
 ) -> None:
     """Ask a checkpoint something and print its answer."""
     from flows import listing
 
-    raise typer.Exit(listing.sample(store, artifact, prompt))
+    raise typer.Exit(listing.sample(store, artifact, prompt, raw=raw))
 
 
 @app.command()

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from flows import installation
 from flows.listing import print_json
 from flows.local_server import configured_api, quiet_prefect, without_user
 from flows.runners.engine_checks import check_engine
@@ -93,7 +94,8 @@ def _gpus() -> Check:
 
 def _prefect() -> Check:
     quiet_prefect()
-    api = without_user(configured_api() or "")
+    up = installation.running()
+    api = without_user(configured_api() or (up.api if up else ""))
     if not api:
         return Check("prefect", "ok", "no server is set: each run starts one of its own (or use --no-prefect)")
     try:

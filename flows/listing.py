@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -184,11 +185,14 @@ def pull_to(store_url: str, name: str, folder: Path, *, as_json: bool) -> None:
         print_json({"artifact": named.digest, "kind": manifest.kind, "folder": str(folder), "files": files})
         return
     print(f"{named.label}: {manifest.kind}, {len(manifest.files)} files, {figures.size(manifest.size)} -> {folder}")
-    print(f"Check it at any time: cd {folder} && sha256sum -c SHA256SUMS")
+    print(f"Check it at any time: cd {shlex.quote(str(folder))} && sha256sum -c SHA256SUMS")
 
 
-def sample(store_url: str, name: str, prompt: str) -> int:
+def sample(store_url: str, name: str, prompt: str, *, raw: bool = False) -> int:
     """Run `python -m stages sample` on a checkpoint; its answer goes straight to standard output.
+
+    Args:
+        raw: go on with the prompt as it stands, without the chat template.
 
     Returns:
         The exit code of that process.
@@ -206,5 +210,5 @@ def sample(store_url: str, name: str, prompt: str) -> int:
         fetch(store, named.digest, folder)
         root = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "stages", "sample", str(folder), prompt]
+        command = [sys.executable, "-m", "stages", "sample", str(folder), *(["--raw"] if raw else []), "--", prompt]
         return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode

@@ -138,7 +138,7 @@ def _encode_rows(
 ) -> None:
     encoder = Encoder(context.config, tokenizer)
     repeats: Counter[bytes] = Counter()
-    done = 0
+    done = unknown = 0
     for batch in _batches(select(context, sources, tally)):
         if context.stop_requested:
             raise Stopped("stopped while encoding; it starts again from the beginning")
@@ -152,6 +152,7 @@ def _encode_rows(
                 drop(context, tally, item.source, item.where, error, before=done)
                 continue
             done += 1
+            unknown += _unknown_tokens(checked, tokenizer.unknown_id)
             origins[item.split].add(item.origin)
             writer = writers[item.split]
             if isinstance(writer, PackedWriter) and isinstance(checked, Document):
@@ -163,6 +164,23 @@ def _encode_rows(
             elif isinstance(writer, PromptWriter) and isinstance(checked, EncodedPrompt):
                 writer.add(row_id, checked, item.example.columns if isinstance(item.example, Question) else {})
         context.progress(tally.read, None, unit="rows", kept=tally.kept.total())
+    if unknown:
+        context.log(
+            f"{unknown:,} tokens are {tokenizer.hf.unk_token}, for the vocabulary cannot write what stands there; a "
+            "tokenizer with a token for every byte can",
+            level="warning",
+        )
+
+
+def _unknown_tokens(encoded: Encoded, unknown_id: int | None) -> int:
+    """How many tokens of a row stand for text that the vocabulary cannot write."""
+    if unknown_id is None:
+        return 0
+    if isinstance(encoded, Document):
+        return int((encoded.ids == unknown_id).sum())
+    if isinstance(encoded, EncodedPrompt):
+        return encoded.prompt_ids.count(unknown_id)
+    return sum(ids.count(unknown_id) for ids in (encoded.prompt_ids, encoded.chosen_ids, encoded.rejected_ids))
 
 
 def _batches(items: Iterator[Item]) -> Iterator[list[Item]]:

@@ -76,6 +76,13 @@ class TextTokenizer:
         return 0
 
     @property
+    def unknown_id(self) -> int | None:
+        """The id that stands for text which the vocabulary cannot write; None where an id is no such mark alone."""
+        marks = {self.hf.eos_token_id, self.hf.bos_token_id, self.hf.pad_token_id}
+        index = self.hf.unk_token_id
+        return None if index is None or index in marks else int(index)
+
+    @property
     def eos_id(self) -> int:
         """The id of the end-of-text token.
 

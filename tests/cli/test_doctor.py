@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import s3_server as server_module
 from s3_proxy import Proxy, proxy
 
+from flows import installation
 from flows.doctor import doctor
 from stages.artifacts import open_store
 from stages.artifacts.check import check_store
@@ -85,3 +87,15 @@ def test_a_prefect_server_that_does_not_answer_is_told(
     assert "correct PREFECT_API_URL" in out
     assert "is not there yet; the first run makes it" in out
     assert not (tmp_path / "store").exists()
+
+
+def test_the_server_of_headrace_up_is_the_one_that_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    held = installation.lock()
+    assert held is not None
+    with held:
+        installation.announce(installation.Addresses(os.getpid(), "http://127.0.0.1:9/api", "http://127.0.0.1:9/v2/"))
+        assert doctor(str(tmp_path / "store"), as_json=False) == 1
+    assert "FAILED   prefect              http://127.0.0.1:9/api does not answer" in capsys.readouterr().out

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from stages.contract import Refused, Stopped
 from stages.tokenize.config import Config
@@ -391,3 +393,19 @@ def test_gsm8k_is_used_as_it_is(tokenize: Any, folder: Any, tokenizer_path: Path
     first = read_prompts(prompts.folder)[0]
     assert first.prompt == row["question"]
     assert first.columns["answer"] == row["answer"]
+
+
+@pytest.mark.parametrize(("unknown", "told"), [("<unk>", True), ("</s>", False), (None, False)])
+def test_text_that_the_vocabulary_cannot_write_is_told(
+    tokenize: Any, folder: Any, tmp_path: Path, unknown: str | None, told: bool
+) -> None:
+    """Some tokenizers name their end of text as the unknown token too; counting that would tell nothing."""
+    words = {"<unk>": 0, "</s>": 1, "the": 2, "cat": 3}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<unk>", "</s>"])
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=unknown, eos_token="</s>").save_pretrained(tmp_path)
+    config = {"format": "text", "row_length": 16}
+    result = tokenize(config, data=folder({"a.jsonl": json_lines({"text": "the naïve cat sat"})}), tokenizer=tmp_path)
+    warnings = result.logs("warning")
+    assert any("2 tokens are <unk>, for the vocabulary cannot write" in text for text in warnings) == told
