@@ -48,7 +48,7 @@ from flows.slots import Slots
 from flows.summary import Made
 
 POLL_SECONDS = 5.0  # between two looks at the run's state in Prefect
-WORKER_GRACE = 25.0  # that a stage has to save where a worker started the flow: it kills a cancelled one after 30 s
+WORKER_GRACE = 20.0  # that a stage has to save where a worker started the flow: it kills a cancelled one after 30 s
 WORKERS = 2
 _NOT_CANCELLED = ("cached", "done", "failed")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}

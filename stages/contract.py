@@ -285,8 +285,11 @@ class StageSpec(BaseModel):
 class Work(Protocol):
     """A stage's saved progress under its key. See `stages.artifacts.work`."""
 
-    def save(self, step: int, folder: Path) -> None:
-        """Keep the files of `folder` as the progress at `step`. The files must not change afterwards."""
+    def save(self, step: int, folder: Path, then: Callable[[], None] | None = None) -> None:
+        """Keep the files of `folder` as the progress at `step`. The files must not change afterwards.
+
+        `then` is called, from another thread, once they are durable: the moment to say `saved`.
+        """
 
     def latest(self) -> tuple[int, Path] | None:
         """The newest complete, verified progress: its step and a folder with its files."""

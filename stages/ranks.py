@@ -111,7 +111,7 @@ def explain(end: RankEnd) -> str:
 class _NoWork:
     """The saved progress of a rank that is not the first: none of its own."""
 
-    def save(self, step: int, folder: Path) -> None:
+    def save(self, step: int, folder: Path, then: Callable[[], None] | None = None) -> None:
         raise RuntimeError("rank 0 alone saves progress")
 
     def latest(self) -> tuple[int, Path] | None:

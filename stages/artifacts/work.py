@@ -67,10 +67,13 @@ class WorkArea:
         self._begun = time.monotonic()
         self.earlier_seconds = 0.0
 
-    def save(self, step: int, folder: Path) -> None:
+    def save(self, step: int, folder: Path, then: Callable[[], None] | None = None) -> None:
         """Start to keep the files of `folder` as the progress at `step`; waits only for a save that is in flight.
 
         The files must not change afterwards. The folder is removed once they are durable.
+
+        Args:
+            then: called by the thread that saves, once they are durable.
 
         Raises:
             ValueError: the step is negative, or the folder holds no files, links, or names that are not allowed.
@@ -82,7 +85,7 @@ class WorkArea:
         files = files_below(folder)
         seconds = self.earlier_seconds + time.monotonic() - self._begun
         # Not a daemon: a process that ends without `wait` still finishes its save.
-        self._thread = threading.Thread(target=self._save, args=(step, folder, files, seconds), name="save")
+        self._thread = threading.Thread(target=self._save, args=(step, folder, files, seconds, then), name="save")
         self._thread.start()
 
     def wait(self) -> None:
@@ -130,7 +133,14 @@ class WorkArea:
                 found.append((match[1][:12], info.modified, match[1]))
         return [name for _, _, name in sorted(found, reverse=True)]
 
-    def _save(self, step: int, folder: Path, files: list[tuple[str, Path]], seconds: float) -> None:
+    def _save(
+        self,
+        step: int,
+        folder: Path,
+        files: list[tuple[str, Path]],
+        seconds: float,
+        then: Callable[[], None] | None,
+    ) -> None:
         token = uuid.uuid4().hex
         try:
             entries = []
@@ -141,6 +151,8 @@ class WorkArea:
                 self._lease.check()
             record = {"files": entries, "seconds": round(seconds, 3), "step": step}
             self._store.put(f"{self._prefix}{step:012d}-{token}.json", canonical_json(record))
+            if then is not None:
+                then()
         except BaseException as error:
             self._failure = error
             return

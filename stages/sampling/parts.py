@@ -65,7 +65,7 @@ class Parts:
         folder.mkdir(parents=True)
         for number, data in enumerate(self.done):
             (folder / f"{number:09d}").write_bytes(data)
-        self.context.work.save(len(self.done), folder)
-        self._saved = len(self.done)
+        count, stood_still = len(self.done), time.monotonic() - begin
+        self.context.work.save(count, folder, lambda: self.context.saved(count, stood_still))
+        self._saved = count
         self._last_save = time.monotonic()
-        self.context.saved(len(self.done), self._last_save - begin)

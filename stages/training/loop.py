@@ -368,12 +368,12 @@ class _Saver:
         folder = self.context.scratch / f"progress-{progress.step}"
         shutil.rmtree(folder, ignore_errors=True)  # left by an earlier try at the same step
         write_snapshot(folder, progress, trained, optimizers, objective.state(), records)
+        step, stood_still = progress.step, time.monotonic() - begin
         if distributed.rank() == 0:
-            self.context.work.save(progress.step, folder)
+            self.context.work.save(step, folder, lambda: self.context.saved(step, stood_still))
         self.step = progress.step
         self.latest = time.monotonic()
         self.cost = self.latest - begin
-        self.context.saved(progress.step, self.cost)
 
 
 class _Display:

@@ -56,6 +56,14 @@ def test_the_newest_progress_comes_back_and_two_are_kept(tmp_path: Path, store: 
     assert restored(WorkArea(store, "cd" * 32, tmp_path / "other")) is None  # of another key
 
 
+def test_a_save_says_that_it_is_done_once_it_can_be_restored(tmp_path: Path, store: Store) -> None:
+    work = area(tmp_path, store)
+    seen: list[object] = []
+    work.save(3, snapshot(tmp_path, "three"), lambda: seen.append(restored(area(tmp_path, store))))
+    work.wait()
+    assert seen == [(3, "three")]
+
+
 def test_saving_the_same_step_again_gives_the_later_one(tmp_path: Path, store: Store) -> None:
     work = area(tmp_path, store)
     for text in ("first", "second"):
@@ -102,10 +110,12 @@ def test_a_failed_save_is_reported_and_leaves_the_last_good_one(tmp_path: Path) 
     (tmp_path / "store" / "tmp").rmdir()
     (tmp_path / "store" / "tmp").write_text("in the way")
     folder = snapshot(tmp_path, "bad")
-    work.save(2, folder)
+    said: list[str] = []
+    work.save(2, folder, lambda: said.append("saved"))
     with pytest.raises(StoreError, match=r"progress could not be saved: .*is a file where a folder must be"):
         work.wait()
     work.wait()  # said once
+    assert not said
     assert (folder / "step.txt").exists()  # what was not saved is not removed
     work.save(3, folder)
     with pytest.raises(StoreError, match="progress could not be saved"):

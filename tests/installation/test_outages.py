@@ -192,6 +192,7 @@ def test_a_night_outlives_an_outage_in_which_its_slot_had_to_be_renewed(own: Ins
     assert (run.state_name, run.run_count) == ("Promoted", 1), run.state
 
 
+@pytest.mark.timeout(1500)
 def test_a_night_waits_for_its_approval_though_its_slot_is_given_up_meanwhile(installed: Installed) -> None:
     flow_run = installed.submit("nightly/production", overrides=["better.rate=0.84"], approve=True)
     installed.reached(flow_run, lambda run: run.state_name == "Paused")
@@ -201,6 +202,7 @@ def test_a_night_waits_for_its_approval_though_its_slot_is_given_up_meanwhile(in
     assert installed.ended(flow_run).state_name == "Promoted"
 
 
+@pytest.mark.timeout(1500)
 def test_an_approval_of_what_was_measured_beside_another_model_promotes_nothing(installed: Installed) -> None:
     installed.run("nightly/production", overrides=["better.rate=0.85"])
     flow_run = installed.submit("nightly/production", overrides=["better.rate=0.86"], approve=True)

@@ -88,3 +88,10 @@ def test_a_running_pipeline_is_cancelled_from_its_page_and_a_finished_one_shows_
     page.goto(f"{pages}/v2/artifacts/artifact/{answer.id}")
     page.get_by_text("The model").first.wait_for()
     photograph(page, installed, "prefect-answers")
+
+    picture = installed.pages(run.id)["toy-loss"]
+    page.goto(f"{pages}/v2/artifacts/artifact/{picture.id}")
+    drawn = page.locator("img[src^='data:image/svg']").first
+    drawn.wait_for()
+    assert drawn.evaluate("image => image.decode().then(() => image.naturalWidth)") == 680  # two panels of 340
+    photograph(page, installed, "prefect-curves")

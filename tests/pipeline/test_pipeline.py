@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import re
 import threading
 import time
+import uuid
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import prefect.flow_engine
 import pytest
 from prefect import get_client
 from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, LogFilter, TaskRunFilter
@@ -18,6 +21,7 @@ from prefect.states import Cancelled
 from prefect.testing.utilities import prefect_test_harness
 from toy_recipe import write_toy
 
+from flows import slots
 from flows.pipeline import Session, pipeline, run_in_prefect
 from flows.plan import make_plan
 from flows.recipe import load_recipe
@@ -196,3 +200,16 @@ def test_a_wrong_recipe_fails_the_flow_with_the_sentence_for_the_user(recipe: Pa
     state = pipeline(recipe=str(recipe), overrides=["better.rat=1"], store="store", return_state=True)
     assert state.is_failed()
     assert "Did you mean rate" in str(state.message)
+
+
+def test_a_run_goes_on_where_the_slot_of_its_deployment_is_lost() -> None:
+    ours, theirs = slots._keep_deployment_slot, prefect.flow_engine.maintain_concurrency_lease
+    assert [*inspect.signature(ours).parameters] == [*inspect.signature(theirs).parameters]
+    lease = uuid.uuid4()  # the server has none of that name
+    with ours(lease, 60, raise_on_lease_renewal_failure=True):
+        for _ in range(600):
+            if not any(thread.name == f"slot {lease}" for thread in threading.enumerate()):
+                break
+            time.sleep(0.1)
+        else:
+            raise AssertionError("the slot is still renewed")

@@ -37,7 +37,7 @@ class Outcome:
 class NoWork:
     """The work area of a stage that saves nothing."""
 
-    def save(self, step: int, folder: Path) -> None:
+    def save(self, step: int, folder: Path, then: Callable[[], None] | None = None) -> None:
         raise AssertionError("the tokenize stage saves no progress")
 
     def latest(self) -> None:
