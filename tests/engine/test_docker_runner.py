@@ -169,7 +169,7 @@ def test_a_folder_store_of_a_plain_user_is_written_as_that_user(
 def test_a_refusal_and_a_tripwire_end_as_with_any_runner(runs: Runs) -> None:
     path = runs.toys.recipe("a: {stage: COUNT, trouble: refuse}\nb: {stage: COUNT, trouble: tripwire@2}")
     result = runs(path)
-    assert [(step.code, step.attempts) for step in result.steps.values()] == [(83, 1), (80, 1)]
+    assert {name: (step.code, step.attempts) for name, step in result.steps.items()} == {"a": (83, 1), "b": (80, 1)}
     assert result.steps["a"].message == "data line 3: it is blank"
 
 
@@ -288,7 +288,7 @@ def test_an_image_of_other_code_is_found_out_and_named(runs: Runs, base_image: s
         assert "stages/seeds.py" in step.message
         assert "`headrace images build`" in step.message
     finally:
-        client.images.remove(other.id, force=True)
+        client.images.remove(other.id, force=True, noprune=True)
 
 
 def _user() -> str | None:

@@ -116,7 +116,8 @@ def test_a_failure_ends_as_with_any_runner(runs: Runs, pool: Pool) -> None:
             "c: {stage: COUNT, trouble: crash@1}"
         )
     )
-    assert [(step.code, step.attempts) for step in result.steps.values()] == [(83, 1), (80, 1), (1, 1)]
+    ends = {name: (step.code, step.attempts) for name, step in result.steps.items()}
+    assert ends == {"a": (83, 1), "b": (80, 1), "c": (1, 1)}
     assert result.steps["a"].message == "data line 3: it is blank"
     assert result.steps["c"].message == "RuntimeError: the disk of toys is on fire"
 
