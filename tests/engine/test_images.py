@@ -104,7 +104,7 @@ def test_a_change_of_code_rebuilds_the_last_layers_only(
         assert len(old) - len(shared) <= 2  # the code, and what is compiled of it
         assert inside(engine, made["id"], "import stages.dpo.loss as m; print(m.CHANGED)") == "1"
     finally:
-        engine.images.remove(made["id"], force=True, noprune=True)
+        engine.images.remove(made["id"], force=True)
 
 
 def test_a_build_that_fails_shows_what_it_said(engine: docker.DockerClient, base_image: str) -> None:
