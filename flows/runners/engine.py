@@ -37,6 +37,8 @@ CODE = "headrace.code"  # on images: `code_digest` of the stages in it
 # What a call raises while the engine is away, or when it goes. APIError, its own word, is one too: catch that first.
 AWAY = (requests.RequestException, urllib3.exceptions.HTTPError)
 
+# Seconds of silence before the kernel asks, seconds between its questions, and their number, where a system has them.
+_WATCH = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6))
 _GPU_ERRORS = ("could not select device driver", "nvidia-container", "unknown or invalid runtime name: nvidia")
 
 
@@ -80,9 +82,7 @@ class _LastingConnections(HTTPAdapter):
         options["socket_options"] = [
             *HTTPConnection.default_socket_options,
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
+            *((socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in _WATCH if hasattr(socket, name)),
         ]
         super().init_poolmanager(*arguments, **options)
 

@@ -16,11 +16,14 @@ from pathlib import Path
 
 
 class EngineProxy:
-    """A running proxy. `address` is what DOCKER_HOST takes."""
+    """A running proxy, at a socket in the file system or, without a path, at a port of the loopback address.
 
-    def __init__(self, path: Path, upstream: str) -> None:
+    `address` is what DOCKER_HOST takes.
+    """
+
+    def __init__(self, path: Path | None, upstream: str) -> None:
         self.path = path
-        self.address = f"unix://{path}"
+        self.port = 0
         self._upstream = upstream.removeprefix("unix://")
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
@@ -31,10 +34,18 @@ class EngineProxy:
 
     def come_back(self) -> None:
         """Listen (again)."""
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self.path))
+        if self.path is None:
+            self._listener = socket.create_server(("127.0.0.1", self.port))
+            self.port = self._listener.getsockname()[1]
+        else:
+            self._listener = socket.socket(socket.AF_UNIX)
+            self._listener.bind(str(self.path))
         self._listener.listen(64)
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}" if self.path is None else f"unix://{self.path}"
 
     def hang_up(self) -> None:
         """Cut every connection that there is; new ones are taken."""
@@ -56,7 +67,8 @@ class EngineProxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
+            if self.path is not None:
+                os.unlink(self.path)
         self.hang_up()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -84,9 +96,9 @@ class EngineProxy:
 
 
 @contextmanager
-def engine_proxy(folder: Path, upstream: str) -> Iterator[EngineProxy]:
-    """A proxy in `folder`, whose path must be short, before the engine at `upstream`."""
-    proxy = EngineProxy(folder / "docker.sock", upstream)
+def engine_proxy(folder: Path | None, upstream: str) -> Iterator[EngineProxy]:
+    """A proxy in `folder`, whose path must be short, or at a port, before the engine at `upstream`."""
+    proxy = EngineProxy(folder / "docker.sock" if folder is not None else None, upstream)
     try:
         yield proxy
     finally:

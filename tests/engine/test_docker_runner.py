@@ -169,7 +169,7 @@ def test_a_folder_store_of_a_plain_user_is_written_as_that_user(
 def test_a_refusal_and_a_tripwire_end_as_with_any_runner(runs: Runs) -> None:
     path = runs.toys.recipe("a: {stage: COUNT, trouble: refuse}\nb: {stage: COUNT, trouble: tripwire@2}")
     result = runs(path)
-    assert [(step.code, step.attempts) for step in result.steps.values()] == [(83, 1), (80, 1)]
+    assert {name: (step.code, step.attempts) for name, step in result.steps.items()} == {"a": (83, 1), "b": (80, 1)}
     assert result.steps["a"].message == "data line 3: it is blank"
 
 
@@ -336,6 +336,28 @@ def test_a_connection_that_falls_silent_loses_nothing_and_holds_nobody_up(
     result = runs(runs.toys.recipe("a: {stage: COUNT, total: 10, delay: 0.1, save_steps: 100}"))
     assert (result.state, result.steps["a"].attempts) == ("done", 1), result.steps["a"]
     assert [event["done"] for event in told(runs, "progress")] == list(range(1, 11))
+
+
+def test_an_engine_is_reached_over_tcp_by_connections_that_the_kernel_watches(
+    runs: Runs, engine: docker.DockerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    if not address.startswith("unix://"):
+        pytest.skip("the engine has no socket of this machine")
+    timers: set[str] = set()
+    with engine_proxy(None, address) as proxy:
+        monkeypatch.setenv("DOCKER_HOST", proxy.address)
+
+        def look(event: dict[str, Any]) -> None:
+            for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[2] == f"0100007F:{proxy.port:04X}" and fields[3] == "01":  # established, to the proxy
+                    timers.add(fields[5].partition(":")[0])
+
+        runs.react = look
+        result = runs(runs.toys.recipe("a: {stage: COUNT, total: 6, delay: 0.1, save_steps: 100}"))
+    assert result.state == "done", result.steps["a"]
+    assert timers == {"02"}  # proc_net_tcp: the timer that runs is that of keepalive
 
 
 def test_a_stage_outlives_an_engine_that_is_away_for_a_while(runs: Runs, proxy: EngineProxy) -> None:

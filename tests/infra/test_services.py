@@ -16,7 +16,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import pytest
 import s3_server as server_module
 import yaml
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
 SERVICES: dict[str, Any] = yaml.safe_load((ROOT / "infra" / "compose.yaml").read_text())["services"]
@@ -44,7 +43,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for(what: str, answers: Any, process: subprocess.Popen[bytes], log: Path) -> None:
-    limit = time.monotonic() + 240
+    limit = time.monotonic() + 600
     while not answers():
         assert process.poll() is None, f"{what} ended: {log.read_text()[-3000:]}"
         assert time.monotonic() < limit, f"{what} does not answer: {log.read_text()[-3000:]}"
@@ -197,8 +196,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stack, dic
         settings |= {"HEADRACE_CACHE_DIR": str(made.folder / "cache"), "PREFECT_HOME": str(made.folder / "client")}
         script = SERVICES["setup"]["command"][0].replace("$$", "$").replace("/tmp/", f"{made.folder}/")
         script = script.replace("python -", f"{sys.executable} -")
-        if find_spec("flows.deploy") is None:
-            script = "\n".join(line for line in script.splitlines() if not line.startswith("headrace deploy"))
         script = script.replace("headrace deploy", f"{sys.executable} -m flows.cli deploy")
         for _ in range(2):  # again, it changes nothing
             done = subprocess.run(
@@ -264,7 +261,6 @@ def query(stack: Stack, sql: str) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.split("\n")
 
 
-@pytest.mark.skipif(find_spec("flows.lineage.browser") is None, reason="there is no lineage browser yet")
 def test_the_browser_shows_the_store_of_the_stack(stack: tuple[Stack, dict[str, str]]) -> None:
     services, settings = stack
     (port,) = free_ports(1)
@@ -275,7 +271,6 @@ def test_the_browser_shows_the_store_of_the_stack(stack: tuple[Stack, dict[str, 
     wait_for("the browser", lambda: status_of(f"http://127.0.0.1:{port}/") == 200, process, log)
 
 
-@pytest.mark.skipif(find_spec("flows.nightly") is None, reason="there is no nightly flow yet")
 def test_the_nightly_flow_passes_through_the_services(stack: tuple[Stack, dict[str, str]]) -> None:
     services, settings = stack
     (services.folder / "nightly.yaml").write_text(
@@ -293,7 +288,7 @@ def test_the_nightly_flow_passes_through_the_services(stack: tuple[Stack, dict[s
     assert deployed.returncode == 0, deployed.stdout + deployed.stderr
     run = [sys.executable, "-m", "prefect", "deployment", "run", "nightly/words", "--watch"]
     watched = subprocess.run(
-        run, cwd=services.folder, env=services.environment | settings, capture_output=True, text=True, timeout=580
+        run, cwd=services.folder, env=services.environment | settings, capture_output=True, text=True, timeout=1800
     )
     assert watched.returncode == 0, watched.stdout + watched.stderr
     refs = headrace(services, settings, "refs", "words", "--json")

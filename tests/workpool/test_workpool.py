@@ -25,6 +25,8 @@ from flows.reconcile import reconcile
 from flows.runners.process import ProcessRunner
 from stages.artifacts import fetch, open_store, read_log
 
+pytestmark = pytest.mark.timeout(1800)
+
 WHO = "import os\n\n\ndef who(total):\n    return int(os.environ['WORKER'])\n"
 
 
@@ -101,7 +103,11 @@ def test_headrace_up_leaves_the_stages_of_its_pool_to_the_flows_that_asked_for_t
     later = datetime.now(UTC) + timedelta(hours=1)  # so that no worker takes it
     with get_client(sync_client=True) as client:
         deployment = client.read_deployment_by_name("stage/custom")
-        run = client.create_flow_run_from_deployment(deployment.id, state=Scheduled(scheduled_time=later))
+        run = client.create_flow_run_from_deployment(
+            deployment.id,
+            parameters=dict.fromkeys(("run", "step", "stage", "store", "channel"), "x"),
+            state=Scheduled(scheduled_time=later),
+        )
         client.set_flow_run_state(run.id, Running(), force=True)
         assert reconcile(deployment.work_pool_name, {str(run.id)}) == set()
         assert client.read_flow_run(run.id).state_type == "RUNNING"
@@ -112,11 +118,12 @@ def test_headrace_up_leaves_the_stages_of_its_pool_to_the_flows_that_asked_for_t
 def test_a_failure_ends_as_with_any_runner(runs: Runs, pool: Pool) -> None:
     result = runs(
         runs.toys.recipe(
-            "a: {stage: COUNT, trouble: refuse}\nb: {stage: COUNT, trouble: tripwire@2}\n"
-            "c: {stage: COUNT, trouble: crash@1}"
+            "a: {stage: COUNT, beta: 1.5, trouble: refuse}\nb: {stage: COUNT, beta: 2.5, trouble: tripwire@2}\n"
+            "c: {stage: COUNT, beta: 3.5, trouble: crash@1}"
         )
     )
-    assert [(step.code, step.attempts) for step in result.steps.values()] == [(83, 1), (80, 1), (1, 1)]
+    ends = {name: (step.code, step.attempts) for name, step in result.steps.items()}
+    assert ends == {"a": (83, 1), "b": (80, 1), "c": (1, 1)}
     assert result.steps["a"].message == "data line 3: it is blank"
     assert result.steps["c"].message == "RuntimeError: the disk of toys is on fire"
 
