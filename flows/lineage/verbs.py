@@ -76,11 +76,11 @@ def impact(store_url: str, what: str, *, limit: int, as_json: bool) -> None:
     Raises:
         UnknownName: the store knows nothing of it.
     """
-    found = impacts.impact(_index(open_store(store_url)), what)
+    found = impacts.impact(_index(open_store(store_url)), what, None if as_json else limit)
     if as_json:
         print_json(found.to_json())
     else:
-        print("\n".join(impacts.lines(found, limit)))
+        print("\n".join(impacts.lines(found)))
 
 
 def diff(store_url: str, before: str, after: str, *, code: bool, as_json: bool) -> None:

@@ -64,7 +64,7 @@ def test_artifacts_edges_files_and_metrics_are_those_of_the_store(store: Store, 
     assert edges == [("model", chain["base"]), ("data", chain["corpus"])]
     below = {(edge.input, edge.artifact.name) for edge in queries.children(index, chain["corpus"])}
     assert below == {("data", "base"), ("data", "sft"), ("data", "sft/adapter")}
-    assert names(queries.made_from(index, [chain["source"]])) == {"corpus", "base", "sft", "sft/adapter"}
+    assert names(queries.made_from(index, artifact=chain["source"]).artifacts) == {"corpus", "base", "sft", "sft/adapter"}
     (file,) = queries.files(index, chain["source"])
     assert file.path == "docs/raw.txt"
     assert [(found.digest, path) for found, path in queries.holders(index, file.sha256)] == [
@@ -225,6 +225,6 @@ def test_a_result_of_a_stage_with_kept_sources_is_a_child_of_them(store: Store, 
     made(store, "m", digest, "checkpoint", "a", code={"digest": "sha256:" + "0" * 64, "artifact": kept})
     index: Index = open_index(store)
     assert [(edge.input, edge.code) for edge in queries.parents(index, digest)] == [("code", True)]
-    assert [found.digest for found in queries.made_from(index, [kept])] == [digest]
+    assert [found.digest for found in queries.made_from(index, artifact=kept).artifacts] == [digest]
     assert [edge.artifact.digest for edge in queries.children(index, kept)] == [digest]
     assert json.dumps(queries.totals(index)["artifacts"], sort_keys=True) == '{"checkpoint": 1, "code": 1}'
