@@ -14,7 +14,7 @@ Limit = Annotated[int, typer.Option("--limit", min=1, metavar="N", help="How man
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command."""
-    for verb in (lineage, impact, diff, trace, why, runs, cost, attest, events):
+    for verb in (lineage, impact, diff, trace, why, runs, cost, attest, events, mlflow, croissant):
         app.command()(verb)
 
 
@@ -147,3 +147,36 @@ def events(
     from flows.lineage import verbs
 
     verbs.events(store, run, output=output, url=url)
+
+
+def mlflow(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run; the newest when left out.")] = None,
+    uri: Annotated[
+        str | None, typer.Option("--uri", help="MLflow's tracking URI; else what MLFLOW_TRACKING_URI says.")
+    ] = None,
+    experiment: Annotated[
+        str | None, typer.Option("--experiment", metavar="NAME", help="MLflow's experiment; else the recipe.")
+    ] = None,
+    store: StoreUrl = ".headrace",
+) -> None:
+    """Send a run to MLflow: settings, metrics by step, digests of what each step read and gave."""
+    from flows.lineage import verbs
+
+    verbs.mlflow(store, run, uri=uri, experiment=experiment)
+
+
+def croissant(
+    artifact: ArtifactName,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; else printed.")
+    ] = None,
+    license: Annotated[
+        str, typer.Option("--license", metavar="NAME", help="The licence of the data: an SPDX name or an address.")
+    ] = "",
+    url: Annotated[str, typer.Option("--url", help="The address where the data is published.")] = "",
+    store: StoreUrl = ".headrace",
+) -> None:
+    """Describe a dataset, or other data, in the Croissant format: files with hashes, tables with columns."""
+    from flows.lineage import verbs
+
+    verbs.croissant(store, artifact, output, license=license, url=url)

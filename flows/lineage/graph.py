@@ -137,9 +137,10 @@ class _Makers:
 
     def __init__(self, index: Index) -> None:
         self._index = index
+        self._known: dict[str, Result] = {}
 
     def get(self, digest: str, default: list[tuple[Result, str]]) -> list[tuple[Result, str]]:
-        return records.makers(self._index, digest) or default
+        return records.makers(self._index, digest, self._known) or default
 
 
 def _makers(store: Store) -> dict[str, list[tuple[Result, str]]]:

@@ -14,7 +14,9 @@ from datetime import datetime
 from itertools import islice
 from typing import Any
 
+from pydantic import TypeAdapter
 from pydantic_core import from_json
+from typing_extensions import NotRequired, TypedDict
 
 from stages.artifacts import NotInStore, ObjectInfo, Store
 from stages.artifacts.changes import LastLook, changed_parts
@@ -24,6 +26,33 @@ _READERS = 16
 _TOGETHER = 512  # objects of a bucket that are read ahead
 
 
+class _Code(TypedDict):
+    artifact: NotRequired[str | None]
+
+
+class _Making(TypedDict):
+    """What the index takes of a record. Most of one is the code's hashes, which are read over."""
+
+    artifact: str
+    outputs: NotRequired[dict[str, str] | None]
+    stage: str
+    step: str
+    key: str
+    run: str
+    inputs: NotRequired[dict[str, str] | None]
+    code: NotRequired[_Code | None]
+    environment: NotRequired[dict[str, Any] | None]
+    started: NotRequired[str | None]
+    finished: str
+    seconds: NotRequired[float | None]
+    metrics: NotRequired[dict[str, float] | None]
+
+
+class _Record(_Making):
+    history: NotRequired[list[_Making]]
+
+
+_RECORD: TypeAdapter[_Record] = TypeAdapter(_Record)
 _Rows = dict[str, list[tuple[Any, ...]]]  # table -> rows to insert
 _COLUMNS = {  # of what is inserted, in the order of the rows
     "artifacts": "id, digest",
@@ -154,7 +183,7 @@ class Refresh:
         return {"files": files}
 
     def _result(self, info: ObjectInfo, number: int, data: bytes) -> _Rows:
-        value = from_json(data, allow_inf_nan=True)
+        value = _RECORD.validate_json(data)
         if info.key != f"results/{value['stage']}/{value['key']}.json":
             raise ValueError("it belongs to another key")
         rows: _Rows = {"makings": [], "outputs": [], "inputs": [], "metrics": []}
@@ -163,7 +192,7 @@ class Refresh:
         self._touched.update(artifact for _, _, artifact in rows["outputs"])
         return rows
 
-    def _making(self, made: dict[str, Any], number: int, current: int, rows: _Rows) -> None:
+    def _making(self, made: _Making, number: int, current: int, rows: _Rows) -> None:
         making = self._new("makings")
         code = (made.get("code") or {}).get("artifact")
         device, devices = devices_of(made.get("environment") or {})
@@ -282,20 +311,12 @@ class Refresh:
         # These are needed now; the others are made when all is in its place.
         self.db.execute("CREATE INDEX IF NOT EXISTS outputs_artifact ON outputs(artifact)")
         self.db.execute("CREATE INDEX IF NOT EXISTS outputs_making ON outputs(making, artifact)")
-        newest = (
-            "SELECT m.id FROM outputs o JOIN makings m ON m.id = o.making WHERE o.artifact = artifacts.id"
-            " ORDER BY m.finished DESC, m.key DESC LIMIT 1"
-        )
-        self.db.execute(f"UPDATE artifacts SET maker = ({newest}) WHERE id IN (SELECT id FROM touched)")
-        self.db.execute(
-            "UPDATE artifacts SET time = stored, stage = '', step = '', run = '', output = ''"
-            " WHERE maker IS NULL AND id IN (SELECT id FROM touched)"
-        )
-        self.db.execute(
-            "UPDATE artifacts SET time = m.finished, stage = m.stage, step = m.step, run = m.run,"
-            " output = (SELECT name FROM outputs WHERE making = m.id AND artifact = artifacts.id LIMIT 1)"
-            " FROM makings m WHERE m.id = artifacts.maker AND artifacts.id IN (SELECT id FROM touched)"
-        )
+        newest = """SELECT m.id, m.finished, m.stage, m.step, m.run, o.name FROM outputs o JOIN makings m
+            ON m.id = o.making WHERE o.artifact = artifacts.id ORDER BY m.finished DESC, m.key DESC LIMIT 1"""
+        sql = f"UPDATE artifacts SET (maker, time, stage, step, run, output) = ({newest}) WHERE id IN touched"
+        self.db.execute(sql)
+        sql = "UPDATE artifacts SET time = stored, stage = '', step = '', run = '', output = ''"
+        self.db.execute(f"{sql} WHERE maker IS NULL AND id IN touched")
         if removed:
             used = " UNION ".join(
                 f"SELECT {column} FROM {table} WHERE {column} IS NOT NULL"

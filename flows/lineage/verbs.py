@@ -256,3 +256,39 @@ def events(store_url: str, run: str | None, *, output: Path | None, url: str | N
         return
     count = openlineage.emit(found, file=output, url=url)
     print(f"Emitted {count} events to {output or url}")
+
+
+def mlflow(store_url: str, run: str | None, *, uri: str | None, experiment: str | None) -> None:
+    """Send a run to MLflow.
+
+    Raises:
+        UnknownName: there is no such run.
+        StoreError: it still goes on or was sent before, MLflow does not take it, or a package is missing.
+    """
+    from flows.lineage.mlflow import export
+
+    store = open_store(store_url)
+    name = find_run(store, run)["id"]
+    identity, steps = export(store, name, uri=uri, experiment=experiment)
+    print(f"Sent run {name} with {steps} steps to MLflow, as its run {identity}")
+
+
+def croissant(store_url: str, name: str, output: Path | None, *, license: str, url: str) -> None:
+    """Write the Croissant description of an artifact of data.
+
+    Raises:
+        UnknownName: there is no such artifact.
+        StoreError: it is no data, or cannot be read.
+    """
+    from flows.lineage.croissant import describe
+    from flows.lineage.graph import trace
+
+    store = open_store(store_url)
+    index = _index(store)
+    graph = trace(store, resolve(store, name, index).digest, index)
+    text = json.dumps(describe(store, graph, license=license, url=url), indent=1, ensure_ascii=False)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + "\n", encoding="utf-8")
+        print(f"Wrote {output}")
