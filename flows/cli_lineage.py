@@ -180,3 +180,17 @@ def croissant(
     from flows.lineage import verbs
 
     verbs.croissant(store, artifact, output, license=license, url=url)
+
+
+def verify_signed(
+    store: str, artifact: str | None, signed: Path | None, public_key: Path | None, *, deep: bool, as_json: bool
+) -> int:
+    """`verify` with a signed folder; returns the exit code."""
+    from flows.lineage import verbs
+
+    if artifact is None or signed is None or public_key is None:
+        raise typer.BadParameter("a signature is checked with all of ARTIFACT, --signed DIR and --public-key FILE")
+    if deep and as_json:
+        raise typer.BadParameter("--json answers one question: leave --deep or --signed out")
+    code = verbs.verify_signed(store, artifact, signed, public_key, as_json=as_json)
+    return max(code, verbs.verify_deep(store, artifact, as_json=False)) if deep else code

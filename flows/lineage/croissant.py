@@ -5,8 +5,8 @@ and a record set for each Parquet table with its columns. Addresses of files are
 pull` makes, so the description lies in that folder. Packed rows are safetensors, which Croissant cannot read as
 records; they are described as files.
 
-What it says is what the manifest, `dataset.json` and the record say; a licence is nothing that Headrace knows, so whoever
-publishes the data names it.
+What it says is what the manifest, `dataset.json` and the record say; a licence is nothing that Headrace knows, so
+whoever publishes the data names it.
 """
 
 from __future__ import annotations
@@ -54,9 +54,20 @@ _CONTEXT: dict[str, Any] = {
     **{
         name: f"cr:{name}"
         for name in (
-            *("citeAs", "column", "extract", "field", "fileProperty", "fileObject", "fileSet", "format", "includes"),
+            *(
+                "citeAs",
+                "column",
+                "equivalentProperty",
+                "extract",
+                "field",
+                "fileProperty",
+                "fileObject",
+                "fileSet",
+                "format",
+                "includes",
+            ),
             *("isLiveDataset", "jsonPath", "key", "md5", "parentField", "path", "recordSet", "references", "regex"),
-            *("repeated", "replace", "separator", "source", "subField", "transform"),
+            *("repeated", "replace", "samplingRate", "separator", "source", "subField", "transform"),
         )
     },
 }
@@ -89,7 +100,7 @@ def describe(store: Store, graph: Graph, *, license: str = "", url: str = "") ->
         "identifier": graph.root,
         **({"license": license} if license else {}),
         **({"url": url} if url else {}),
-        **({"dateCreated": made.finished} if made is not None else {}),
+        **({"datePublished": made.finished} if made is not None else {}),  # into the store
         "distribution": [_file(entry) for entry in root.files],
     }
     based = [

@@ -2,8 +2,8 @@
 
 A recipe is an experiment. A run is an MLflow run, and each of its steps a run nested in it: the settings are its
 parameters, the final metrics and the rows of `training.jsonl` its metrics (by optimiser step), the artifacts that it
-read its dataset inputs, and digests, key and log are tags. Files stay in the store: the tag `headrace.artifact` leads to
-them. Where a run was sent before, it is not sent again.
+read its dataset inputs, and digests, key and log are tags. Files stay in the store: the tag `headrace.artifact` leads
+to them. Where a run was sent before, it is not sent again.
 
 Where the server is, and who may write to it, MLflow's own client takes from its environment (MLFLOW_TRACKING_URI,
 MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN, ...).

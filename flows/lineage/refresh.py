@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from itertools import islice
-from typing import Any
+from typing import Any, NotRequired
 
 from pydantic import TypeAdapter
 from pydantic_core import from_json
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from stages.artifacts import NotInStore, ObjectInfo, Store
 from stages.artifacts.changes import LastLook, changed_parts

@@ -20,6 +20,7 @@ from flows.lineage import impact as impacts
 from flows.lineage import rows as traced
 from flows.lineage import why as reasons
 from flows.lineage.index import Index, open_index
+from flows.lineage.signature import SignatureFails
 from flows.listing import print_json
 from flows.names import UnknownName, find_run, resolve
 from stages.artifacts import Damaged, Store, open_store, read_manifest
@@ -206,6 +207,32 @@ def verify_deep(store_url: str, name: str, *, as_json: bool) -> int:
     )
     print(f"ok: {told}" if proved.ok else f"{len(proved.damages)} damaged of {told}")
     return 0 if proved.ok else 1
+
+
+def verify_signed(store_url: str, name: str, folder: Path, public_key: Path, *, as_json: bool) -> int:
+    """Compare a store with a folder that was signed. Returns the exit code.
+
+    Raises:
+        UnknownName: there is no such artifact.
+        StoreError: the folder or the key cannot be read, or a package is missing.
+    """
+    from flows.lineage import signature
+
+    store = open_store(store_url)
+    digest = resolve(store, name).digest
+    try:
+        signed = signature.open_signed(folder, public_key)
+        found = list(signature.problems(store, digest, signed, signature.makers_in(store)))
+    except SignatureFails as error:
+        found = [str(error)]
+    if as_json:
+        print_json({"ok": not found, "artifact": digest, "problems": found})
+        return 1 if found else 0
+    for problem in found:
+        print(f"not as signed: {problem}")
+    if not found:
+        print(f"ok: {figures.short(digest)} and the records of all it was made from are as signed in {folder}")
+    return 1 if found else 0
 
 
 def attest(store_url: str, name: str, output: Path | None, *, folder: Path | None, key: Path | None) -> None:
