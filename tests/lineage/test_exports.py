@@ -109,7 +109,12 @@ def test_no_password_stands_in_a_command_line(store: FolderStore, run: dict[str,
 
 @pytest.fixture(scope="session")
 def peers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python that has MLflow and Croissant's library, which are large, beside what this one has."""
+    """A Python that has MLflow and Croissant's library, which are large, beside what this one has.
+
+    HEADRACE_TEST_PEERS may name one that is there.
+    """
+    if os.environ.get("HEADRACE_TEST_PEERS"):
+        return Path(os.environ["HEADRACE_TEST_PEERS"])
     folder = tmp_path_factory.mktemp("peers")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
@@ -137,6 +142,7 @@ def ask(peers: Path, tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # packages are installed
 def test_croissants_own_library_takes_the_description_and_reads_the_rows(
     store: FolderStore, pairs: str, ask: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -158,6 +164,7 @@ def test_croissants_own_library_takes_the_description_and_reads_the_rows(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # packages are installed
 def test_mlflow_has_the_run_with_settings_metrics_inputs_and_digests(
     store: FolderStore, run: dict[str, Any], pairs: str, ask: Callable[..., str], tmp_path: Path
 ) -> None:
