@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -78,6 +80,33 @@ def test_a_failed_run_is_told_to_a_server(folder_store: Store, server: tuple[str
     assert failed["inputs"][0]["facets"]["version"]["datasetVersion"] == "sha256:" + "1" * 64
     tags = {tag["key"]: tag["value"] for tag in got[2]["run"]["facets"]["tags"]["tags"]}
     assert tags["headrace.status"] == "cached"
+
+
+def test_every_facet_has_what_the_librarys_class_of_its_schema_asks_for(folder_store: Store) -> None:
+    """The package ships no JSON schemas; its classes are generated from them, and name what is required and allowed."""
+    import attr
+    import openlineage.client.generated as generated
+    from openlineage.client.serde import Serde
+
+    classes = {}
+    for module in pkgutil.iter_modules(generated.__path__):
+        found = vars(importlib.import_module(f"{generated.__name__}.{module.name}")).values()
+        classes |= {each._get_schema(): each for each in found if hasattr(each, "_get_schema")}
+    write_run(folder_store, RUN)
+    checked = set()
+    for event in openlineage.run_events(folder_store, "golden-otter"):
+        value = json.loads(Serde.to_json(event))
+        datasets = [*value["inputs"], *value["outputs"]]
+        holders = [value["run"], value["job"], *datasets]
+        facets = [facet for holder in holders for facet in (holder.get("facets") or {}).values()]
+        facets += [facet for each in datasets for facet in (each.get("outputFacets") or {}).values()]
+        for facet in facets:
+            fields = attr.fields(classes[facet["_schemaURL"]])
+            required = {field.name for field in fields if field.default is attr.NOTHING}
+            assert required <= facet.keys() <= {field.name for field in fields}, facet
+            checked.add(facet["_schemaURL"].rpartition("/")[2])
+    assert checked >= {"JobTypeJobFacet", "ParentRunFacet", "ProcessingEngineRunFacet", "TagsRunFacet"}
+    assert checked >= {"ErrorMessageRunFacet", "DatasetVersionDatasetFacet"}
 
 
 def test_each_run_reports_where_the_environment_says(
