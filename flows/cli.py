@@ -23,7 +23,7 @@ from typing import Annotated
 import typer
 
 from flows import cli_lineage
-from flows.cli_options import ArtifactName, Json, StoreUrl
+from flows.cli_options import ArtifactName, Json, PublicKey, SignedFolder, StoreUrl
 from flows.image_verbs import images
 
 FAILED = 1
@@ -161,6 +161,8 @@ def verify(
     from_: Annotated[
         list[Path] | None, typer.Option("--from", metavar="DIR", help="Repair from the files of this folder too.")
     ] = None,
+    signed: SignedFolder = None,
+    public_key: PublicKey = None,
     store: StoreUrl = ".headrace",
     json_: Json = False,
 ) -> None:
@@ -173,6 +175,8 @@ def verify(
         raise typer.BadParameter(f"{'--deep' if deep else '--ancestors'} needs an artifact")
     if deep and (quick or repair):
         raise typer.BadParameter("--deep recomputes every hash and mends nothing; leave --quick and --repair out")
+    if signed is not None or public_key is not None:
+        raise typer.Exit(cli_lineage.verify_signed(store, artifact, signed, public_key, deep=deep, as_json=json_))
     if deep and artifact is not None:
         from flows.lineage import verbs
 
@@ -328,11 +332,17 @@ def browse(
         list[str] | None, typer.Option("--allow-host", metavar="NAME", help="A further host name to answer to.")
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Open a web browser.")] = False,
+    signed: Annotated[
+        list[Path] | None,
+        typer.Option("--signed", metavar="DIR", help="A signed folder; checks of its artifact compare with it."),
+    ] = None,
+    public_key: PublicKey = None,
 ) -> None:
     """Serve web pages to walk through the store: runs, artifacts and what they were made from, references."""
     from flows.lineage.browser import serve
 
-    serve.browse(store, serve.address_of(host, port, root_path, allow_host or []), open_browser=open_)
+    address = serve.address_of(host, port, root_path, allow_host or [])
+    serve.browse(store, address, open_browser=open_, signed=signed or [], public_key=public_key)
 
 
 @app.command()

@@ -14,7 +14,7 @@ Limit = Annotated[int, typer.Option("--limit", min=1, metavar="N", help="How man
 
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command."""
-    for verb in (lineage, impact, diff, trace, why, runs, cost, attest, events):
+    for verb in (lineage, impact, diff, trace, why, runs, cost, attest, events, mlflow, croissant):
         app.command()(verb)
 
 
@@ -147,3 +147,50 @@ def events(
     from flows.lineage import verbs
 
     verbs.events(store, run, output=output, url=url)
+
+
+def mlflow(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run; the newest when left out.")] = None,
+    uri: Annotated[
+        str | None, typer.Option("--uri", help="MLflow's tracking URI; else what MLFLOW_TRACKING_URI says.")
+    ] = None,
+    experiment: Annotated[
+        str | None, typer.Option("--experiment", metavar="NAME", help="MLflow's experiment; else the recipe.")
+    ] = None,
+    store: StoreUrl = ".headrace",
+) -> None:
+    """Send a run to MLflow: settings, metrics by step, digests of what each step read and gave."""
+    from flows.lineage import verbs
+
+    verbs.mlflow(store, run, uri=uri, experiment=experiment)
+
+
+def croissant(
+    artifact: ArtifactName,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it; else printed.")
+    ] = None,
+    license: Annotated[
+        str, typer.Option("--license", metavar="NAME", help="The licence of the data: an SPDX name or an address.")
+    ] = "",
+    url: Annotated[str, typer.Option("--url", help="The address where the data is published.")] = "",
+    store: StoreUrl = ".headrace",
+) -> None:
+    """Describe a dataset, or other data, in the Croissant format: files with hashes, tables with columns."""
+    from flows.lineage import verbs
+
+    verbs.croissant(store, artifact, output, license=license, url=url)
+
+
+def verify_signed(
+    store: str, artifact: str | None, signed: Path | None, public_key: Path | None, *, deep: bool, as_json: bool
+) -> int:
+    """`verify` with a signed folder; returns the exit code."""
+    from flows.lineage import verbs
+
+    if artifact is None or signed is None or public_key is None:
+        raise typer.BadParameter("a signature is checked with all of ARTIFACT, --signed DIR and --public-key FILE")
+    if deep and as_json:
+        raise typer.BadParameter("--json answers one question: leave --deep or --signed out")
+    code = verbs.verify_signed(store, artifact, signed, public_key, as_json=as_json)
+    return max(code, verbs.verify_deep(store, artifact, as_json=False)) if deep else code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,3 +18,10 @@ StoreUrl = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SignedFolder = Annotated[
+    Path | None,
+    typer.Option("--signed", metavar="DIR", help="A folder that `attest --sign` signed: compare the store with it."),
+]
+PublicKey = Annotated[
+    Path | None, typer.Option("--public-key", metavar="FILE", help="The public key that --signed is checked by (PEM).")
+]

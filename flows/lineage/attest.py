@@ -8,6 +8,8 @@ A signature is in the format of OpenSSF model signing, made with a local ellipti
 artifact with the statement in it, and is checked without Headrace:
 
     python -m model_signing verify key DIR --signature DIR/model.sig --public_key KEY.pub
+
+Whether a store still says the same is `flows.lineage.signature`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from flows.lineage.graph import Graph, Node
-from stages.artifacts import Manifest, StoreError, hash_file
+from stages.artifacts import Manifest, Result, StoreError, canonical_json, hash_file
+from stages.artifacts.manifest import sha256_hex
 
 STATEMENT = "provenance.intoto.json"
 SIGNATURE = "model.sig"
@@ -79,6 +82,7 @@ def _predicate(graph: Graph, root: Node) -> dict[str, Any]:
             "internalParameters": {
                 "key": result.key,
                 "code": str(result.code.get("digest", "")),
+                "record": record_hash(result),
                 "git": _plain(result.record.get("git") or {}),
                 "environment": _plain({**resources, "python": result.environment.get("python", ""), **libraries}),
             },
@@ -94,6 +98,11 @@ def _predicate(graph: Graph, root: Node) -> dict[str, Any]:
             "byproducts": [{"name": "metrics", "annotations": _plain(result.metrics)}],
         },
     }
+
+
+def record_hash(result: Result) -> str:
+    """The SHA-256 (64 hex) of a record's canonical JSON, without the older records that it keeps."""
+    return sha256_hex(canonical_json(json.loads(result.model_dump_json(exclude={"history"}))))
 
 
 def _code(root: Node) -> list[dict[str, Any]]:
@@ -113,7 +122,7 @@ def _inputs(graph: Graph) -> list[dict[str, Any]]:
             {
                 "name": node.name,
                 "digest": {"sha256": node.digest.removeprefix("sha256:")},
-                "annotations": {"kind": node.kind},
+                "annotations": {"kind": node.kind, **({"record": record_hash(node.made_by)} if node.made_by else {})},
             }
         )
         if node.imported:

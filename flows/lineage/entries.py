@@ -51,6 +51,23 @@ class Edge:
 
 
 @dataclass(frozen=True)
+class MadeFrom:
+    """What was made from something, over all steps, and the references that point there.
+
+    Attributes:
+        artifacts: a page of what was made, newest first.
+        total: how many there are on all pages.
+        kinds: kind -> how many were made and are in the store, most first; the tables beside datasets do not count.
+        refs: (reference, digest, since when, whether it names that now) of what was made and of what it was made from.
+    """
+
+    artifacts: list[Artifact]
+    total: int
+    kinds: dict[str, int]
+    refs: list[tuple[str, str, float, bool]]
+
+
+@dataclass(frozen=True)
 class Making:
     """One computation that gave an artifact: see the index's table `makings`."""
 

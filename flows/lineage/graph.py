@@ -125,11 +125,11 @@ def trace(store: Store, digest: str, index: Index | None = None) -> Graph:
 
 def descend(index: Index, digest: str, limit: int = MOST) -> Graph:
     """The graph of what was made from `digest`, over all steps: the newest `limit` artifacts of it."""
-    made = queries.made_from(index, [digest])
-    kept = [digest, *(artifact.digest for artifact in made[:limit])]
+    made = queries.made_from(index, artifact=digest, limit=limit)
+    kept = [digest, *(artifact.digest for artifact in made.artifacts)]
     makers = _Makers(index)
-    nodes = {found: _node(index.store, found, makers.get(found, [])) for found in dict.fromkeys(kept)}
-    return Graph(digest, nodes, down=True, more=max(0, len(made) - limit))
+    nodes = {found: _node(index.store, found, makers.get(found, [])) for found in kept}
+    return Graph(digest, nodes, down=True, more=made.total - len(made.artifacts))
 
 
 class _Makers:
@@ -137,9 +137,10 @@ class _Makers:
 
     def __init__(self, index: Index) -> None:
         self._index = index
+        self._known: dict[str, Result] = {}
 
     def get(self, digest: str, default: list[tuple[Result, str]]) -> list[tuple[Result, str]]:
-        return records.makers(self._index, digest) or default
+        return records.makers(self._index, digest, self._known) or default
 
 
 def _makers(store: Store) -> dict[str, list[tuple[Result, str]]]:

@@ -16,9 +16,9 @@ never change under their digest; results, refs and runs do. Objects that cannot 
 
 The schema (ids are SQLite's; times are unix seconds, REAL; `digest` is "sha256:<64 hex>"):
 
-    meta(name, value)                            store, schema, refreshed
+    meta(name, value)                            store, schema, refreshed; objects: the next id of one
     parts(name, mark)                            folders as they were at the last look
-    objects(id, key, part, mark, problem)        every manifest, result, ref and run; problem "" where it could be read
+    objects(part, key, id, mark, problem)        every manifest, result, ref and run; problem "" where it could be read
     artifacts(id, digest, kind, size, files, present, stored, time, maker, stage, step, run, output)
         size: bytes of all files; files: how many; present: 1 while the manifest is there and sound (else kind "");
         time: when its newest making ended, or its manifest was put (`stored`); maker: that making, NULL for imported
@@ -59,12 +59,12 @@ from flows.lineage.refresh import Refresh
 from stages.artifacts import Store, StoreError
 from stages.artifacts.cache import cache_folder
 
-SCHEMA = 2
+SCHEMA = 3
 _WAIT_SECONDS = 600.0  # for another process that refreshes; the first index of a large bucket takes minutes
 _TABLES = """
 CREATE TABLE meta(name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE parts(name TEXT PRIMARY KEY, mark TEXT) WITHOUT ROWID;
-CREATE TABLE objects(id INTEGER PRIMARY KEY, key TEXT UNIQUE, part TEXT, mark TEXT, problem TEXT);
+CREATE TABLE objects(part TEXT, key TEXT, id INTEGER, mark TEXT, problem TEXT, PRIMARY KEY (part, key)) WITHOUT ROWID;
 CREATE TABLE artifacts(id INTEGER PRIMARY KEY, digest TEXT UNIQUE, kind TEXT DEFAULT '', size INTEGER DEFAULT 0,
     files INTEGER DEFAULT 0, present INTEGER DEFAULT 0, stored REAL, time REAL, maker INTEGER, stage TEXT DEFAULT '',
     step TEXT DEFAULT '', run TEXT DEFAULT '', output TEXT DEFAULT '');
@@ -86,7 +86,6 @@ CREATE TABLE sources(run INTEGER, input TEXT, artifact INTEGER);
 """
 # Made once the tables are filled: a first index is then a third faster.
 _INDICES = """
-CREATE INDEX IF NOT EXISTS objects_part ON objects(part);
 CREATE INDEX IF NOT EXISTS objects_problem ON objects(problem) WHERE problem != '';
 CREATE INDEX IF NOT EXISTS artifacts_time ON artifacts(time DESC, id DESC) WHERE present = 1;
 CREATE INDEX IF NOT EXISTS artifacts_kind ON artifacts(kind, time DESC, id DESC) WHERE present = 1;
@@ -102,10 +101,10 @@ CREATE INDEX IF NOT EXISTS makings_key ON makings(key);
 CREATE INDEX IF NOT EXISTS makings_code ON makings(code);
 CREATE INDEX IF NOT EXISTS makings_run ON makings(run);
 CREATE INDEX IF NOT EXISTS makings_step ON makings(step, finished DESC);
-CREATE INDEX IF NOT EXISTS outputs_making ON outputs(making);
+CREATE INDEX IF NOT EXISTS outputs_making ON outputs(making, artifact);
 CREATE INDEX IF NOT EXISTS outputs_artifact ON outputs(artifact);
 CREATE INDEX IF NOT EXISTS inputs_making ON inputs(making);
-CREATE INDEX IF NOT EXISTS inputs_artifact ON inputs(artifact);
+CREATE INDEX IF NOT EXISTS inputs_artifact ON inputs(artifact, making);
 CREATE INDEX IF NOT EXISTS metrics_making ON metrics(making);
 CREATE INDEX IF NOT EXISTS metrics_name ON metrics(name, value);
 CREATE INDEX IF NOT EXISTS moves_ref ON moves(ref, number);
@@ -128,13 +127,11 @@ class Refreshed:
     Attributes:
         read: objects that were read, for they were new or had changed.
         gone: objects that are no longer in the store.
-        total: objects that the index knows now.
         seconds: how long it took.
     """
 
     read: int
     gone: int
-    total: int
     seconds: float
 
 
@@ -224,7 +221,6 @@ class Index:
             read, gone = Refresh(connection, self.store, progress).run()
             for statement in filter(str.strip, _INDICES.split(";")):
                 connection.execute(statement)
-            total = connection.execute("SELECT count(*) FROM objects").fetchone()[0]
             connection.execute("INSERT OR REPLACE INTO meta VALUES ('refreshed', ?)", (str(time.time()),))
             connection.execute("COMMIT")
         except BaseException:
@@ -233,7 +229,7 @@ class Index:
             raise
         if read > 10_000:
             connection.execute("PRAGMA optimize")
-        return Refreshed(read, gone, total, time.monotonic() - begun)
+        return Refreshed(read, gone, time.monotonic() - begun)
 
     def close(self) -> None:
         """Close this thread's connection."""

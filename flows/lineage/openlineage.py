@@ -63,7 +63,8 @@ def emit(events: Iterable[Any], *, file: Path | None = None, url: str | None = N
     if file is not None:
         transport: Any = FileTransport(FileConfig(log_file_path=str(file), append=True))
     else:
-        transport = HttpTransport(HttpConfig.from_dict({"type": "http", "url": url}))
+        patience = {"total": 3, "backoff_factor": 0.2}  # seconds, for somebody waits; the default is 15
+        transport = HttpTransport(HttpConfig.from_dict({"type": "http", "url": url, "retry": patience}))
     count = 0
     try:
         client = OpenLineageClient(transport=transport)

@@ -12,7 +12,7 @@ import re
 import sqlite3
 from typing import Any
 
-from flows.lineage.entries import Artifact, Edge, File, Hit, Making, Problem, RefMove, RefRow, Run, Step
+from flows.lineage.entries import Artifact, Edge, File, Hit, MadeFrom, Making, Problem, RefMove, RefRow, Run, Step
 from flows.lineage.index import Index
 
 _RARE = 3000  # values of a metric, from which on it is common
@@ -141,20 +141,62 @@ def children(index: Index, digest: str, *, limit: int = 200, offset: int = 0) ->
     return [Edge(row["input"], _artifact(row), bool(row["code"])) for row in found]
 
 
-def made_from(index: Index, digests: list[str], *, limit: int | None = None) -> list[Artifact]:
-    """Everything that was made from any of the artifacts, over all steps, newest first; the artifacts themselves are
-    not in it unless one was made from another. What a stage's sources computed counts as made from them."""
-    sql = f"""WITH RECURSIVE start(id) AS (SELECT id FROM artifacts WHERE digest IN (SELECT value FROM json_each(?))),
-        below(id) AS (
-            SELECT o.artifact FROM start JOIN inputs i ON i.artifact = start.id JOIN outputs o ON o.making = i.making
+def made_from(
+    index: Index,
+    *,
+    artifact: str | None = None,
+    file: str | None = None,
+    tables: bool = True,
+    limit: int | None = None,
+    offset: int = 0,
+) -> MadeFrom:
+    """Everything that was made from an artifact (a digest), or from any artifact that holds a file (64 hex), over all
+    steps; these themselves are not in it. What a stage's sources computed counts as made from them.
+
+    A file that all checkpoints share leads to the whole store, so only the artifacts of the page are taken in hand.
+
+    Args:
+        tables: with the tables of origins beside datasets.
+        limit: None is all.
+    """
+    start = "SELECT DISTINCT artifact FROM files WHERE sha256 = ?"
+    if file is None:
+        start = "SELECT id FROM artifacts WHERE digest = ?"
+    listed = "" if tables else "WHERE kind != 'origins'"
+    # The walk is over computations, each once: from what one gave to those that read it. CROSS JOIN keeps its order.
+    sql = f"""WITH RECURSIVE start(id) AS MATERIALIZED ({start}),
+        reached(making) AS (
+            SELECT i.making FROM start CROSS JOIN inputs i ON i.artifact = start.id
             UNION
-            SELECT o.artifact FROM start JOIN makings m ON m.code = start.id JOIN outputs o ON o.making = m.id
+            SELECT m.id FROM start CROSS JOIN makings m ON m.code = start.id
             UNION
-            SELECT o.artifact FROM below JOIN inputs i ON i.artifact = below.id JOIN outputs o ON o.making = i.making
+            SELECT i.making FROM reached CROSS JOIN outputs o ON o.making = reached.making
+                CROSS JOIN inputs i ON i.artifact = o.artifact
+        ),
+        found(id, digest, kind, present, time) AS MATERIALIZED (
+            SELECT id, digest, kind, present, time FROM artifacts
+            WHERE id IN (SELECT o.artifact FROM reached CROSS JOIN outputs o ON o.making = reached.making)
+                AND id NOT IN start
         )
-        {_ARTIFACT} WHERE a.id IN (SELECT id FROM below) ORDER BY a.time DESC, a.id DESC LIMIT ?"""
-    found = index.rows(sql, (_json(digests), -1 if limit is None else limit))
-    return [_artifact(row) for row in found]
+        SELECT 'kind' AS what, kind AS name, NULL AS digest, count(*) AS number, present AS is_so
+            FROM found GROUP BY kind, present
+        UNION ALL
+        SELECT 'ref', m.ref, a.digest, max(m.time), r.artifact = m.artifact FROM moves m
+            JOIN artifacts a ON a.id = m.artifact JOIN refs r ON r.name = m.ref
+            WHERE m.artifact IN (SELECT id FROM found UNION ALL SELECT id FROM start) GROUP BY m.ref, m.artifact
+        UNION ALL
+        SELECT * FROM (SELECT 'made', '', digest, time, 1 FROM found {listed}
+            ORDER BY time DESC, id DESC LIMIT ? OFFSET ?)"""
+    about = bytes.fromhex(file) if file is not None else artifact
+    rows = index.rows(sql, (about, -1 if limit is None else limit, offset))
+    counts = [(row["name"], row["number"]) for row in rows if row["what"] == "kind" and row["is_so"]]
+    kinds = {kind: count for kind, count in sorted(counts, key=lambda pair: -pair[1]) if kind != "origins"}
+    refs = [(row["name"], row["digest"], row["number"], bool(row["is_so"])) for row in rows if row["what"] == "ref"]
+    refs.sort(key=lambda ref: (not ref[3], ref[0], -ref[2]))
+    total = sum(row["number"] for row in rows if row["what"] == "kind" and (tables or row["name"] != "origins"))
+    page = _json([row["digest"] for row in rows if row["what"] == "made"])
+    sql = f"{_ARTIFACT} WHERE a.digest IN (SELECT value FROM json_each(?)) ORDER BY a.time DESC, a.id DESC"
+    return MadeFrom([_artifact(row) for row in index.rows(sql, (page,))], total, kinds, refs)
 
 
 def _json(values: list[str]) -> str:
@@ -175,6 +217,11 @@ def holders(index: Index, sha256: str, *, limit: int = 1000) -> list[tuple[Artif
         " WHERE f.sha256 = ? ORDER BY x.time DESC, x.id DESC LIMIT ?"
     )
     return [(_artifact(row), row["path"]) for row in index.rows(sql, (bytes.fromhex(sha256), limit))]
+
+
+def count_holders(index: Index, sha256: str) -> int:
+    """How many `holders` lists without a limit."""
+    return int(index.rows("SELECT count(*) FROM files WHERE sha256 = ?", (bytes.fromhex(sha256),))[0][0])
 
 
 def files_named(index: Index, text: str, *, limit: int = 50) -> list[File]:

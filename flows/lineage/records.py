@@ -21,15 +21,21 @@ from stages.artifacts import (
 from stages.artifacts.manifest import sha256_hex
 
 
-def makers(index: Index, digest: str) -> list[tuple[Result, str]]:
+def makers(index: Index, digest: str, known: dict[str, Result] | None = None) -> list[tuple[Result, str]]:
     """The results that gave an artifact, newest first, each with the name of the output that it is ("" for the main).
 
     Those that a forced run replaced count too. A result that cannot be read is left out; `verify` names it.
+
+    Args:
+        known: results by their object's key that were read before, for one may have given several artifacts; what is
+            read now is added.
     """
+    known = {} if known is None else known
     found = []
     for making in queries.makings(index, digest):
+        key = result_key(making.stage, making.key)
         try:
-            current = parse_result(index.store, result_key(making.stage, making.key))
+            current = known[key] = known.get(key) or parse_result(index.store, key)
         except (NotInStore, Damaged):
             continue
         for result in (current, *older(current)):

@@ -13,22 +13,50 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
 from itertools import islice
-from typing import Any
+from typing import Any, NotRequired
 
+from pydantic import TypeAdapter
 from pydantic_core import from_json
+from typing_extensions import TypedDict
 
 from stages.artifacts import Damaged, NotInStore, ObjectInfo, Store, read_run
-from stages.artifacts.changes import changed_parts
+from stages.artifacts.changes import LastLook, changed_parts
 
 PREFIXES = ("manifests/", "results/", "refs/", "runs/")
 _READERS = 16
 _TOGETHER = 512  # objects of a bucket that are read ahead
 
 
+class _Code(TypedDict):
+    artifact: NotRequired[str | None]
+
+
+class _Making(TypedDict):
+    """What the index takes of a record. Most of one is the code's hashes, which are read over."""
+
+    artifact: str
+    outputs: NotRequired[dict[str, str] | None]
+    stage: str
+    step: str
+    key: str
+    run: str
+    inputs: NotRequired[dict[str, str] | None]
+    code: NotRequired[_Code | None]
+    environment: NotRequired[dict[str, Any] | None]
+    started: NotRequired[str | None]
+    finished: str
+    seconds: NotRequired[float | None]
+    metrics: NotRequired[dict[str, float] | None]
+
+
+class _Record(_Making):
+    history: NotRequired[list[_Making]]
+
+
+_RECORD: TypeAdapter[_Record] = TypeAdapter(_Record)
 _Rows = dict[str, list[tuple[Any, ...]]]  # table -> rows to insert
 _COLUMNS = {  # of what is inserted, in the order of the rows
     "artifacts": "id, digest",
-    "objects": "id, key, part, mark, problem",
     "runs": "id, object, name, recipe, state, started, finished, seconds",
 }
 _FLUSH = 50_000  # rows that are held back, for SQLite takes many at once several times as fast
@@ -45,45 +73,43 @@ class Refresh:
         self._next: dict[str, int] = {}  # table -> the next id
         self._ids: dict[str, dict[str, int]] = {"artifacts": {}, "paths": {}}
         self._touched: set[int] = set()  # artifacts whose time and maker may be others now
-        for table in ("objects", "artifacts", "paths", "makings", "runs"):
+        self._plain = db.cursor()
+        self._plain.row_factory = None
+        for table in ("artifacts", "paths", "makings", "runs"):
             self._next[table] = db.execute(f"SELECT coalesce(max(id), 0) + 1 FROM {table}").fetchone()[0]
-        self._empty = self._next["artifacts"] == 1
+        seen = db.execute("SELECT value FROM meta WHERE name = 'objects'").fetchone()  # no object has an id twice
+        self._next["objects"] = int(seen[0]) if seen else 1
+        self._empty = self._next["objects"] == 1  # nothing to look up: all is new
 
     def run(self) -> tuple[int, int]:
         """Returns how many objects were read, and how many are gone."""
-        changed: list[tuple[ObjectInfo, str, int | None]] = []  # with its part, and its id where it was known
-        gone: list[int] = []
+        changed: list[tuple[ObjectInfo, str]] = []  # with its part
+        gone: list[tuple[str, str]] = []  # part and key
         for prefix in PREFIXES:
             sql = "SELECT name, mark FROM parts WHERE name GLOB ?"
-            known = dict(map(tuple, self.db.execute(sql, (f"{prefix[:-1]}*",))))
+            last = LastLook(dict(map(tuple, self.db.execute(sql, (f"{prefix[:-1]}*",)))), self._marks)
             seen = set()
-            for part in changed_parts(self.store, prefix, known):
+            for part in changed_parts(self.store, prefix, last):
                 seen.add(part.name)
-                if part.objects is None:
-                    continue
-                self.db.execute("INSERT OR REPLACE INTO parts VALUES (?, ?)", (part.name, part.mark))
-                sql = "SELECT key, id, mark FROM objects WHERE part = ?"
-                before = {key: (number, mark) for key, number, mark in self.db.execute(sql, (part.name,))}
-                for info in part.objects:
-                    number, mark = before.pop(info.key, (None, None))
-                    if mark is None or mark != info.mark:
-                        changed.append((info, part.name, number))
-                gone += [number for number, _ in before.values()]
-            for name in known.keys() - seen:
-                gone += [number for (number,) in self.db.execute("SELECT id FROM objects WHERE part = ?", (name,))]
+                changed += [(info, part.name) for info in part.changed]
+                gone += [(part.name, key) for key in part.gone]
+                if last.parts.get(part.name) != part.mark:
+                    self.db.execute("INSERT OR REPLACE INTO parts VALUES (?, ?)", (part.name, part.mark))
+            for name in last.parts.keys() - seen:
+                gone += [(name, key) for key in self._marks(name)]
                 self.db.execute("DELETE FROM parts WHERE name = ?", (name,))
-        for number in gone:
-            self._forget(number)
-            self.db.execute("DELETE FROM objects WHERE id = ?", (number,))
+        for part_name, key in gone:
+            self._forget(part_name, key)
         read = 0
-        for info, part_name, number, data in self._contents(changed):
+        for info, part_name, data in self._contents(changed):
             if data is None:  # removed since it was listed; the next refresh sees that
                 continue
-            self._take(info, part_name, number, data)
+            self._take(info, part_name, data)
             read += 1
             if read % 1000 == 0:
                 self.progress(read)
         self._flush()
+        self.db.execute("INSERT OR REPLACE INTO meta VALUES ('objects', ?)", (str(self._next["objects"]),))
         self._find_killed()
         self._settle(bool(gone))
         return read, len(gone)
@@ -99,12 +125,14 @@ class Refresh:
                         sql = "UPDATE steps SET status = ? WHERE run = ? AND step = ?"
                         self.db.execute(sql, (entry.get("status"), number, step))
 
-    def _contents(
-        self, changed: list[tuple[ObjectInfo, str, int | None]]
-    ) -> Iterator[tuple[ObjectInfo, str, int | None, bytes | None]]:
+    def _marks(self, part: str) -> dict[str, str]:
+        """Key -> mark of the objects that are known of a part."""
+        return dict(self._plain.execute("SELECT key, mark FROM objects WHERE part = ?", (part,)).fetchall())
+
+    def _contents(self, changed: list[tuple[ObjectInfo, str]]) -> Iterator[tuple[ObjectInfo, str, bytes | None]]:
         """Each object with its bytes, None where it is gone."""
 
-        def get(item: tuple[ObjectInfo, str, int | None]) -> bytes | None:
+        def get(item: tuple[ObjectInfo, str]) -> bytes | None:
             try:
                 return self.store.get(item[0].key)
             except NotInStore:
@@ -119,10 +147,9 @@ class Refresh:
                 for item, data in zip(together, pool.map(get, together), strict=True):
                     yield (*item, data)
 
-    def _take(self, info: ObjectInfo, part: str, number: int | None, data: bytes) -> None:
-        if number is not None:
-            self._forget(number)
-            self.db.execute("DELETE FROM objects WHERE id = ?", (number,))
+    def _take(self, info: ObjectInfo, part: str, data: bytes) -> None:
+        if not self._empty:
+            self._forget(part, info.key)
         number = self._new("objects")
         prefix = info.key.partition("/")[0]
         take = {"manifests": self._manifest, "results": self._result, "refs": self._ref, "runs": self._run}[prefix]
@@ -131,7 +158,7 @@ class Refresh:
             rows = take(info, number, data)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, IndexError) as error:
             rows, problem = {}, f"cannot be read: {type(error).__name__}: {str(error)[:200]}"
-        self._add("objects", [(number, info.key, part, info.mark, problem)])
+        self._add("objects", [(part, info.key, number, info.mark, problem)])
         for table, found in rows.items():
             self._add(table, found)
 
@@ -169,7 +196,7 @@ class Refresh:
         return {"files": files}
 
     def _result(self, info: ObjectInfo, number: int, data: bytes) -> _Rows:
-        value = from_json(data, allow_inf_nan=True)
+        value = _RECORD.validate_json(data)
         if info.key != f"results/{value['stage']}/{value['key']}.json":
             raise ValueError("it belongs to another key")
         rows: _Rows = {"makings": [], "outputs": [], "inputs": [], "metrics": []}
@@ -178,7 +205,7 @@ class Refresh:
         self._touched.update(artifact for _, _, artifact in rows["outputs"])
         return rows
 
-    def _making(self, made: dict[str, Any], number: int, current: int, rows: _Rows) -> None:
+    def _making(self, made: _Making, number: int, current: int, rows: _Rows) -> None:
         making = self._new("makings")
         code = (made.get("code") or {}).get("artifact")
         device, devices = devices_of(made.get("environment") or {})
@@ -258,9 +285,13 @@ class Refresh:
         self._next[table] += 1
         return self._next[table] - 1
 
-    def _forget(self, number: int) -> None:
-        """Remove what an object said."""
-        (key,) = self.db.execute("SELECT key FROM objects WHERE id = ?", (number,)).fetchone()
+    def _forget(self, part: str, key: str) -> None:
+        """Remove an object that was known, and what it said."""
+        sql = "DELETE FROM objects WHERE part = ? AND key = ? RETURNING id"
+        known = self.db.execute(sql, (part, key)).fetchall()
+        if not known:
+            return
+        number = known[0][0]
         prefix, _, rest = key.partition("/")
         if prefix == "manifests":
             row = self.db.execute("SELECT id FROM artifacts WHERE digest = ?", (f"sha256:{rest[3:-5]}",)).fetchone()
@@ -292,21 +323,13 @@ class Refresh:
         self.db.executemany("INSERT INTO touched VALUES (?)", ((number,) for number in self._touched))
         # These are needed now; the others are made when all is in its place.
         self.db.execute("CREATE INDEX IF NOT EXISTS outputs_artifact ON outputs(artifact)")
-        self.db.execute("CREATE INDEX IF NOT EXISTS outputs_making ON outputs(making)")
-        newest = (
-            "SELECT m.id FROM outputs o JOIN makings m ON m.id = o.making WHERE o.artifact = artifacts.id"
-            " ORDER BY m.finished DESC, m.key DESC LIMIT 1"
-        )
-        self.db.execute(f"UPDATE artifacts SET maker = ({newest}) WHERE id IN (SELECT id FROM touched)")
-        self.db.execute(
-            "UPDATE artifacts SET time = stored, stage = '', step = '', run = '', output = ''"
-            " WHERE maker IS NULL AND id IN (SELECT id FROM touched)"
-        )
-        self.db.execute(
-            "UPDATE artifacts SET time = m.finished, stage = m.stage, step = m.step, run = m.run,"
-            " output = (SELECT name FROM outputs WHERE making = m.id AND artifact = artifacts.id LIMIT 1)"
-            " FROM makings m WHERE m.id = artifacts.maker AND artifacts.id IN (SELECT id FROM touched)"
-        )
+        self.db.execute("CREATE INDEX IF NOT EXISTS outputs_making ON outputs(making, artifact)")
+        newest = """SELECT m.id, m.finished, m.stage, m.step, m.run, o.name FROM outputs o JOIN makings m
+            ON m.id = o.making WHERE o.artifact = artifacts.id ORDER BY m.finished DESC, m.key DESC LIMIT 1"""
+        sql = f"UPDATE artifacts SET (maker, time, stage, step, run, output) = ({newest}) WHERE id IN touched"
+        self.db.execute(sql)
+        sql = "UPDATE artifacts SET time = stored, stage = '', step = '', run = '', output = ''"
+        self.db.execute(f"{sql} WHERE maker IS NULL AND id IN touched")
         if removed:
             used = " UNION ".join(
                 f"SELECT {column} FROM {table} WHERE {column} IS NOT NULL"

@@ -20,6 +20,7 @@ from flows.lineage import impact as impacts
 from flows.lineage import rows as traced
 from flows.lineage import why as reasons
 from flows.lineage.index import Index, open_index
+from flows.lineage.signature import SignatureFails
 from flows.listing import print_json
 from flows.names import UnknownName, find_run, resolve
 from stages.artifacts import Damaged, Store, open_store, read_manifest
@@ -76,11 +77,11 @@ def impact(store_url: str, what: str, *, limit: int, as_json: bool) -> None:
     Raises:
         UnknownName: the store knows nothing of it.
     """
-    found = impacts.impact(_index(open_store(store_url)), what)
+    found = impacts.impact(_index(open_store(store_url)), what, None if as_json else limit)
     if as_json:
         print_json(found.to_json())
     else:
-        print("\n".join(impacts.lines(found, limit)))
+        print("\n".join(impacts.lines(found)))
 
 
 def diff(store_url: str, before: str, after: str, *, code: bool, as_json: bool) -> None:
@@ -208,6 +209,32 @@ def verify_deep(store_url: str, name: str, *, as_json: bool) -> int:
     return 0 if proved.ok else 1
 
 
+def verify_signed(store_url: str, name: str, folder: Path, public_key: Path, *, as_json: bool) -> int:
+    """Compare a store with a folder that was signed. Returns the exit code.
+
+    Raises:
+        UnknownName: there is no such artifact.
+        StoreError: the folder or the key cannot be read, or a package is missing.
+    """
+    from flows.lineage import signature
+
+    store = open_store(store_url)
+    digest = resolve(store, name).digest
+    try:
+        signed = signature.open_signed(folder, public_key)
+        found = list(signature.problems(store, digest, signed, signature.makers_in(store)))
+    except SignatureFails as error:
+        found = [str(error)]
+    if as_json:
+        print_json({"ok": not found, "artifact": digest, "problems": found})
+        return 1 if found else 0
+    for problem in found:
+        print(f"not as signed: {problem}")
+    if not found:
+        print(f"ok: {figures.short(digest)} and the records of all it was made from are as signed in {folder}")
+    return 1 if found else 0
+
+
 def attest(store_url: str, name: str, output: Path | None, *, folder: Path | None, key: Path | None) -> None:
     """Write the provenance statement of an artifact; sign a pulled folder of it if asked.
 
@@ -256,3 +283,39 @@ def events(store_url: str, run: str | None, *, output: Path | None, url: str | N
         return
     count = openlineage.emit(found, file=output, url=url)
     print(f"Emitted {count} events to {output or url}")
+
+
+def mlflow(store_url: str, run: str | None, *, uri: str | None, experiment: str | None) -> None:
+    """Send a run to MLflow.
+
+    Raises:
+        UnknownName: there is no such run.
+        StoreError: it still goes on or was sent before, MLflow does not take it, or a package is missing.
+    """
+    from flows.lineage.mlflow import export
+
+    store = open_store(store_url)
+    name = find_run(store, run)["id"]
+    identity, steps = export(store, name, uri=uri, experiment=experiment)
+    print(f"Sent run {name} with {steps} steps to MLflow, as its run {identity}")
+
+
+def croissant(store_url: str, name: str, output: Path | None, *, license: str, url: str) -> None:
+    """Write the Croissant description of an artifact of data.
+
+    Raises:
+        UnknownName: there is no such artifact.
+        StoreError: it is no data, or cannot be read.
+    """
+    from flows.lineage.croissant import describe
+    from flows.lineage.graph import trace
+
+    store = open_store(store_url)
+    index = _index(store)
+    graph = trace(store, resolve(store, name, index).digest, index)
+    text = json.dumps(describe(store, graph, license=license, url=url), indent=1, ensure_ascii=False)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + "\n", encoding="utf-8")
+        print(f"Wrote {output}")

@@ -16,7 +16,9 @@ import small_store
 from served_pages import Served
 from small_store import FIRST, SECOND
 
-from stages.artifacts import append_log, import_files, read_manifest, write_run
+from stages.artifacts import append_log, canonical_json, import_files, keep_code, read_manifest, write_run
+from stages.artifacts.manifest import sha256_hex
+from stages.fingerprint import source_hash, stage_fingerprint
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -80,6 +82,29 @@ def test_two_runs_are_compared(page: Any, served: Served) -> None:
     row = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name="exact match", exact=True))
     assert row.inner_text().split() == ["exact", "match", "0.900", "0.950", "+0.0500"]
     assert page.get_by_role("img", name=re.compile("^loss")).count() == 1
+
+
+def test_a_changed_line_of_code_is_shown_as_a_diff(page: Any, served: Served) -> None:
+    """The loss of the real stage, with one line changed; and a comment elsewhere, which changes nothing."""
+    small, known = served.small, stage_fingerprint("dpo", [], [])
+    path, sources = "stages/dpo/loss.py", known.sources()
+    line = next(text for text in sources[path].decode().splitlines() if "* logsigmoid(" in text)
+    changed = line.replace("logsigmoid(", "softplus(", 1)
+    edited = sources | {path: sources[path].replace(line.encode(), changed.encode())}
+    edited["stages/dpo/stage.py"] += b"# a comment\n"
+    for run, kept in (("code-before", sources), ("code-after", edited)):
+        files = {name: {"sha256": source_hash(data)} for name, data in kept.items()}
+        code = {"digest": "sha256:" + sha256_hex(canonical_json(files)), "files": files}
+        small.made[run] = {"dpo": small.publish(run, "checkpoint", {"config.json": run.encode()})}
+        more = {"code": code | {"artifact": keep_code(small.store, kept)}, "identity": {"run": run}}
+        small.result("dpo", "checkpoint", small.made[run]["dpo"], run, **more)
+    page.goto(f"/compare?a={small.made['code-before']['dpo']}&b={small.made['code-after']['dpo']}")
+    rows = page.get_by_role("row").filter(has=page.get_by_role("rowheader", name="code", exact=True))
+    assert rows.count() == 1  # not the file whose comment alone is another
+    assert rows.locator("summary").inner_text() == "stages/dpo/loss.py"
+    assert rows.locator(".minus").all_inner_texts() == [f"-{line}"]
+    assert rows.locator(".plus").all_inner_texts() == [f"+{changed}"]
+    assert rows.locator(".hunk").inner_text().startswith("@@ -")
 
 
 def test_a_live_run_is_followed_without_a_new_load_of_the_page(page: Any, served: Served) -> None:

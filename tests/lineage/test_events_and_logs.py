@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flows import listing
 from flows.lineage import openlineage
-from stages.artifacts import LogTail, Store, StoreError, append_log, write_run
+from stages.artifacts import LogTail, Store, StoreError, append_log, open_store, write_run
 
 pytest.importorskip("openlineage.client")
 
@@ -27,6 +30,12 @@ RUN: dict[str, Any] = {
         "sft": {"stage": "sft", "status": "failed", "message": "it broke", "inputs": {"data": "corpus"}},
     },
 }
+
+
+@pytest.fixture
+def folder_store(tmp_path: Path) -> Store:
+    """Where a run's document lies is nothing to its events."""
+    return open_store(tmp_path / "store")
 
 
 @pytest.fixture
@@ -52,10 +61,10 @@ def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         thread.join()
 
 
-def test_a_failed_run_is_told_to_a_server(store: Store, server: tuple[str, list[dict[str, Any]]]) -> None:
-    write_run(store, RUN)
+def test_a_failed_run_is_told_to_a_server(folder_store: Store, server: tuple[str, list[dict[str, Any]]]) -> None:
+    write_run(folder_store, RUN)
     url, got = server
-    assert openlineage.emit(openlineage.run_events(store, "golden-otter"), url=url) == 6
+    assert openlineage.emit(openlineage.run_events(folder_store, "golden-otter"), url=url) == 6
     states = [(event["job"]["name"], event["eventType"]) for event in got]
     assert states == [
         ("nightly", "START"),
@@ -73,34 +82,62 @@ def test_a_failed_run_is_told_to_a_server(store: Store, server: tuple[str, list[
     assert tags["headrace.status"] == "cached"
 
 
+def test_every_facet_has_what_the_librarys_class_of_its_schema_asks_for(folder_store: Store) -> None:
+    """The package ships no JSON schemas; its classes are generated from them, and name what is required and allowed."""
+    import attr
+    import openlineage.client.generated as generated
+    from openlineage.client.serde import Serde
+
+    classes = {}
+    for module in pkgutil.iter_modules(generated.__path__):
+        found = vars(importlib.import_module(f"{generated.__name__}.{module.name}")).values()
+        classes |= {each._get_schema(): each for each in found if hasattr(each, "_get_schema")}
+    write_run(folder_store, RUN)
+    checked = set()
+    for event in openlineage.run_events(folder_store, "golden-otter"):
+        value = json.loads(Serde.to_json(event))
+        datasets = [*value["inputs"], *value["outputs"]]
+        holders = [value["run"], value["job"], *datasets]
+        facets = [facet for holder in holders for facet in (holder.get("facets") or {}).values()]
+        facets += [facet for each in datasets for facet in (each.get("outputFacets") or {}).values()]
+        for facet in facets:
+            fields = attr.fields(classes[facet["_schemaURL"]])
+            required = {field.name for field in fields if field.default is attr.NOTHING}
+            assert required <= facet.keys() <= {field.name for field in fields}, facet
+            checked.add(facet["_schemaURL"].rpartition("/")[2])
+    assert checked >= {"JobTypeJobFacet", "ParentRunFacet", "ProcessingEngineRunFacet", "TagsRunFacet"}
+    assert checked >= {"ErrorMessageRunFacet", "DatasetVersionDatasetFacet"}
+
+
 def test_each_run_reports_where_the_environment_says(
-    store: Store, server: tuple[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    folder_store: Store, server: tuple[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_run(store, RUN)
+    write_run(folder_store, RUN)
     url, got = server
-    openlineage.report(store, "golden-otter")  # nothing is configured: nothing is sent
+    openlineage.report(folder_store, "golden-otter")  # nothing is configured: nothing is sent
     assert got == []
     monkeypatch.setenv("OPENLINEAGE_URL", url)
-    openlineage.report(store, "golden-otter")
+    openlineage.report(folder_store, "golden-otter")
     assert len(got) == 6
 
 
 def test_a_server_that_is_not_there_is_a_warning_for_a_run_and_an_error_for_the_verb(
-    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(store, RUN)
+    write_run(folder_store, RUN)
     nowhere = "http://127.0.0.1:9"
-    monkeypatch.setenv("OPENLINEAGE_URL", nowhere)
-    openlineage.report(store, "golden-otter")
+    for name, value in (("TYPE", "http"), ("URL", nowhere), ("RETRY", '{"total": 0}')):
+        monkeypatch.setenv(f"OPENLINEAGE__TRANSPORT__{name}", value)
+    openlineage.report(folder_store, "golden-otter")
     assert "events of run golden-otter were not sent" in capsys.readouterr().err
     with pytest.raises(StoreError, match="cannot be written"):
-        openlineage.emit(openlineage.run_events(store, "golden-otter"), url=nowhere)
+        openlineage.emit(openlineage.run_events(folder_store, "golden-otter"), url=nowhere)
 
 
-def test_a_run_that_goes_on_has_no_events_yet(store: Store) -> None:
-    write_run(store, RUN | {"state": "running"})
+def test_a_run_that_goes_on_has_no_events_yet(folder_store: Store) -> None:
+    write_run(folder_store, RUN | {"state": "running"})
     with pytest.raises(StoreError, match="still goes on"):
-        list(openlineage.run_events(store, "golden-otter"))
+        list(openlineage.run_events(folder_store, "golden-otter"))
 
 
 def test_a_tail_gives_each_event_once_and_none_in_part(store: Store) -> None:

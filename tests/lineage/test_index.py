@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from test_lineage import made, put
 
-from flows.lineage import queries
+from flows.lineage import impact, queries
 from flows.lineage.index import Index, open_index
 from stages.artifacts import Store, import_files, open_store, processes, promote, rollback, write_run
 
@@ -64,7 +65,11 @@ def test_artifacts_edges_files_and_metrics_are_those_of_the_store(store: Store, 
     assert edges == [("model", chain["base"]), ("data", chain["corpus"])]
     below = {(edge.input, edge.artifact.name) for edge in queries.children(index, chain["corpus"])}
     assert below == {("data", "base"), ("data", "sft"), ("data", "sft/adapter")}
-    assert names(queries.made_from(index, [chain["source"]])) == {"corpus", "base", "sft", "sft/adapter"}
+    below = queries.made_from(index, artifact=chain["source"])
+    assert names(below.artifacts) == {"corpus", "base", "sft", "sft/adapter"}
+    assert (below.total, below.kinds) == (4, {"checkpoint": 2, "adapter": 1, "dataset": 1})
+    newest = queries.made_from(index, artifact=chain["source"], limit=1, offset=1)
+    assert (newest.artifacts, newest.total) == (below.artifacts[1:2], 4)
     (file,) = queries.files(index, chain["source"])
     assert file.path == "docs/raw.txt"
     assert [(found.digest, path) for found, path in queries.holders(index, file.sha256)] == [
@@ -105,6 +110,27 @@ def test_a_refresh_reads_what_is_new_changed_or_gone_and_nothing_else(
     assert gone is not None
     assert not gone.present
     assert "sft" not in {found.name for found in queries.artifacts(index, run="brave-tern")}
+
+
+def test_impact_counts_everything_and_lists_as_much_as_is_asked_for(
+    store: Store, chain: dict[str, str], tmp_path: Path
+) -> None:
+    twin = tmp_path / "twin"
+    twin.mkdir()
+    (twin / "copy.txt").write_text("some data")  # the bytes of docs/raw.txt, in another artifact
+    import_files(store, [("copy.txt", twin / "copy.txt")], "source")
+    promote(store, "production", chain["sft"], who="ada@node-7")
+    index = open_index(store)
+    sha256 = hashlib.sha256(b"some data").hexdigest()
+    whole, part = impact.impact(index, sha256), impact.impact(index, sha256, limit=1)
+    assert (len(whole.holders), len(whole.made)) == (2, 4)
+    assert (len(part.holders), len(part.made)) == (1, 1)
+    assert (part.held, part.total, part.kinds, part.refs) == (2, 4, whole.kinds, whole.refs)
+    assert [(ref, digest, now) for ref, digest, _, now in part.refs] == [("production", chain["sft"], True)]
+    text = "\n".join(impact.lines(part))
+    assert "and 1 more artifacts that hold it" in text
+    assert "and 3 more" in text
+    assert "refs: production (since" in text
 
 
 def test_what_cannot_be_read_is_named_and_stops_nothing(store: Store, chain: dict[str, str]) -> None:
@@ -164,7 +190,7 @@ def test_an_index_that_breaks_while_it_is_open_heals_itself(store: Store, chain:
 def test_several_processes_and_threads_share_one_index(tmp_path: Path, cache: Path) -> None:
     from tests.benchmarks._lineage_store import build
 
-    build(tmp_path / "many", 12)
+    build(tmp_path / "many", 3)
     code = (
         "import sys; from stages.artifacts import open_store; from flows.lineage.index import open_index;"
         "from flows.lineage import queries; print(queries.totals(open_index(open_store(sys.argv[1]))))"
@@ -176,7 +202,7 @@ def test_several_processes_and_threads_share_one_index(tmp_path: Path, cache: Pa
     store = open_store(tmp_path / "many")
     index = open_index(store)
     totals = queries.totals(index)
-    assert totals["runs"] == 12
+    assert totals["runs"] == 3
     for process in processes:
         said, _ = process.communicate(timeout=120)
         assert process.returncode == 0
@@ -236,6 +262,6 @@ def test_a_result_of_a_stage_with_kept_sources_is_a_child_of_them(store: Store, 
     made(store, "m", digest, "checkpoint", "a", code={"digest": "sha256:" + "0" * 64, "artifact": kept})
     index: Index = open_index(store)
     assert [(edge.input, edge.code) for edge in queries.parents(index, digest)] == [("code", True)]
-    assert [found.digest for found in queries.made_from(index, [kept])] == [digest]
+    assert [found.digest for found in queries.made_from(index, artifact=kept).artifacts] == [digest]
     assert [edge.artifact.digest for edge in queries.children(index, kept)] == [digest]
     assert json.dumps(queries.totals(index)["artifacts"], sort_keys=True) == '{"checkpoint": 1, "code": 1}'

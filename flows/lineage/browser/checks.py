@@ -8,11 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from flows.lineage import proof, queries, records
+from flows.lineage import proof, queries, records, signature
 from flows.lineage.browser.site import NoPage, Site
-from stages.artifacts import Damage, result_key, verify_artifacts
+from stages.artifacts import Damage, Result, StoreError, result_key, verify_artifacts
 
 MOST_BYTES = 2 << 30
 _MOST_ARTIFACTS = 2000
@@ -44,6 +45,7 @@ def check(site: Site, name: str, *, ancestors: bool) -> dict[str, Any]:
         "state": "checked",
         "damages": [],
         "seconds": 0.0,
+        "signatures": [],
         "command_line": site.command("verify", digest, *(["--ancestors"] if ancestors else [])),
     }
     if size > MOST_BYTES or len(found) >= _MOST_ARTIFACTS:
@@ -53,7 +55,8 @@ def check(site: Site, name: str, *, ancestors: bool) -> dict[str, Any]:
     try:
         begun = time.monotonic()
         damages = [*_pointers(site, found), *verify_artifacts(site.store, [item.digest for item in found])]
-        return shown | {"damages": damages, "seconds": time.monotonic() - begun}
+        signatures = list(_signatures(site, digest))
+        return shown | {"damages": damages, "signatures": signatures, "seconds": time.monotonic() - begun}
     finally:
         _checking.release()
 
@@ -71,6 +74,31 @@ def _pointers(site: Site, found: list[queries.Artifact]) -> Iterator[Damage]:
     for name, _, _, now in queries.refs_to(site.index, [found[0].digest]):
         if now:
             yield from proof.check_ref(site.store, name)
+
+
+def _signatures(site: Site, digest: str) -> Iterator[tuple[str, list[str]]]:
+    """(signed folder, what the store says otherwise) for the folders that say they are of this artifact; where folders
+    were given and none is, that the artifact was not signed."""
+
+    def makers(artifact: str) -> list[Result]:
+        return [result for result, _ in records.makers(site.index, artifact)]
+
+    mine = [(folder, key) for folder, key in site.signed if _about(folder) == digest]
+    for folder, key in mine:
+        try:
+            yield str(folder), list(signature.problems(site.store, digest, signature.open_signed(folder, key), makers))
+        except StoreError as error:
+            yield str(folder), [str(error)]
+    if site.signed and not mine:
+        named = ", ".join(str(folder) for folder, _ in site.signed)
+        yield named, [f"this artifact is none that was signed; {named} has the signature of another"]
+
+
+def _about(folder: Path) -> str:
+    try:
+        return signature.signed_artifact(folder)
+    except StoreError:  # it was readable when the pages were started
+        return ""
 
 
 def _with_ancestors(site: Site, root: queries.Artifact) -> list[queries.Artifact]:

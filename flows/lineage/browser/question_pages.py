@@ -47,23 +47,26 @@ def impact(site: Site, sha256: str, page: int) -> dict[str, Any]:
     """
     if not re.fullmatch(r"[0-9a-f]{64}", sha256):
         raise NoPage("A file is named by its SHA-256, 64 hexadecimal digits.")
-    found = lineage_impact.of_file(site.index, sha256, f"sha256:{sha256[:12]}")
+    found = lineage_impact.of_file(
+        site.index, sha256, f"sha256:{sha256[:12]}", PAGE, offset=page * PAGE, holders=_HOLDERS
+    )
     if found is None:
         raise NoPage(f"No artifact of this store holds a file with the hash {sha256}.")
-    names = {artifact.digest: artifact for artifact in [*(holder for holder, _ in found.holders), *found.made]}
+    named = {digest: queries.artifact(site.index, digest) for digest in dict.fromkeys(ref[1] for ref in found.refs)}
     name = found.holders[0][1]
     return {
         "title": f"Impact of {name}",
         "name": name,
         "sha256": sha256,
-        "holders": found.holders[:_HOLDERS],
-        "made": found.made[page * PAGE : (page + 1) * PAGE],
+        "holders": found.holders,
+        "more_holders": found.held - len(found.holders),
+        "made": found.made,
         "page": page,
-        "pages": -(-len(found.made) // PAGE),
+        "pages": -(-found.total // PAGE),
         "kinds": sorted(found.kinds.items()),
-        "total": len(found.made),
-        "refs": [(ref, names[digest], time) for ref, digest, time, now in found.refs if now],
-        "former": [(ref, names[digest], time) for ref, digest, time, now in found.refs if not now],
+        "total": found.total,
+        "refs": [(ref, named[digest], time) for ref, digest, time, now in found.refs if now],
+        "former": [(ref, named[digest], time) for ref, digest, time, now in found.refs if not now],
         "command_line": site.command("impact", sha256),
     }
 

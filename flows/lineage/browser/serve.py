@@ -14,6 +14,7 @@ import sys
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 import uvicorn
@@ -22,6 +23,7 @@ from flows import figures
 from flows.lineage.browser.app import create_app
 from flows.lineage.browser.guard import LOOPBACK, is_loopback
 from flows.lineage.browser.site import open_site
+from flows.lineage.signature import signed_artifact
 from stages.artifacts import StoreError
 
 PORT = 4280
@@ -56,15 +58,31 @@ class Address:
         return (*LOOPBACK, *(() if self.host in ("0.0.0.0", "::") else (own,)), *self.allowed)
 
 
-def browse(store_url: str, address: Address, *, open_browser: bool = False) -> None:
+def browse(
+    store_url: str,
+    address: Address,
+    *,
+    open_browser: bool = False,
+    signed: Sequence[Path] = (),
+    public_key: Path | None = None,
+) -> None:
     """Serve the pages of a store until Ctrl-C or SIGTERM.
 
+    Args:
+        signed: folders that `attest --sign` signed; a check of an artifact compares the store with them.
+        public_key: to check them by.
+
     Raises:
-        StoreError: the store cannot be read, or the address not be bound.
+        StoreError: the store or a signed folder cannot be read, or the address not be bound.
     """
+    if bool(signed) != (public_key is not None):
+        raise StoreError("--signed DIR and --public-key FILE go together")
+    for folder in signed:
+        signed_artifact(folder)  # says what is wrong with it
+    pairs = tuple((folder, public_key) for folder in signed if public_key is not None)
     listener = _bind(address)
     with listener:
-        site = open_site(store_url, address.root, _say_progress)
+        site = open_site(store_url, address.root, _say_progress, pairs)
         app = create_app(site, address.hosts)
         host, port = listener.getsockname()[:2]
         url = (

@@ -10,6 +10,7 @@ import shlex
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from flows.lineage import queries
@@ -31,12 +32,14 @@ class Site:
     Attributes:
         links: the addresses of its pages.
         room: what the page of sizes showed last, None before.
+        signed: folders that were signed, kept away from the store, each with the public key to check it by.
     """
 
     store: Store
     links: Links
     _index: Index
     room: dict[str, Any] | None = None
+    signed: tuple[tuple[Path, Path], ...] = ()
     _refreshing: threading.Lock = field(default_factory=threading.Lock)
     _next_look: float = 0.0
 
@@ -81,15 +84,21 @@ class Site:
         raise NoPage(f"{'Several artifacts begin' if exact else 'No artifact begins'} with {name!r}.")
 
 
-def open_site(url: str, root: str = "", progress: Any = lambda read: None) -> Site:
+def open_site(
+    url: str,
+    root: str = "",
+    progress: Any = lambda read: None,
+    signed: tuple[tuple[Path, Path], ...] = (),
+) -> Site:
     """Open a store for its pages; the first time, its index is made.
 
     Args:
         root: the path that a proxy serves the pages under.
         progress: called with the number of objects that the index has read so far.
+        signed: see `Site`.
 
     Raises:
         StoreError: the store cannot be read.
     """
     store = open_store(url)
-    return Site(store, Links(root), open_index(store, progress=progress))
+    return Site(store, Links(root), open_index(store, progress=progress), signed=signed)
