@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from flows.runners.choice import RUNNERS, check_runner, make_runner
 from flows.signals import interrupting, stopping
 from flows.summary import Made
 from flows.visible import for_terminal
+from stages.artifacts import StoreError, redact
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 _ENDINGS = {  # exit codes of stages that are verdicts on the run
@@ -119,7 +121,7 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
     Raises:
         RecipeError: anything that was asked for is wrong; nothing was started.
         RunnerError: the runner cannot start stages; nothing was started.
-        StoreError: the store cannot be written.
+        StoreError: the store cannot be written; nothing was started.
         NoServer: the Prefect server did not come up.
     """
     begun = time.monotonic()
@@ -140,6 +142,12 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
     except KeyboardInterrupt:
         display.say("Stopped before a step was running.")
         return INTERRUPTED
+    except StoreError as error:
+        if all(line.started is None for line in board.lines.values()):
+            raise  # nothing was started
+        print(f"headrace: {redact(str(error))}", file=sys.stderr)
+        print("What was saved is kept: run the same command once the store is back.", file=sys.stderr)
+        return FAILED
     openlineage.report(plan.store, run_id)
     if as_json:
         print(json.dumps({"type": "run"} | asdict(result), default=str))

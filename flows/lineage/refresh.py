@@ -121,7 +121,7 @@ class Refresh:
                 document = read_run(self.store, name)
                 if document is not None and document.get("state") == "killed":
                     self.db.execute("UPDATE runs SET state = 'killed' WHERE id = ?", (number,))
-                    for step, entry in document["steps"].items():
+                    for step, entry in (document.get("steps") or {}).items():
                         sql = "UPDATE steps SET status = ? WHERE run = ? AND step = ?"
                         self.db.execute(sql, (entry.get("status"), number, step))
 

@@ -176,6 +176,20 @@ def test_a_second_interrupt_kills_a_stage_that_does_not_stop(folder: Path) -> No
     assert "better: stopped before its first save; it starts again next time." in said
 
 
+def test_a_store_that_is_lost_in_the_middle_of_a_run_is_no_bad_request(folder: Path) -> None:
+    process = start(
+        folder, "run", "toy.yaml", "--no-prefect", "--set", "model.max_steps=20", "--set", "model.pause=0.1"
+    )
+    read_until(process, r"model +running")
+    (folder / ".headrace" / "runs").rename(folder / "runs-elsewhere")
+    (folder / ".headrace" / "runs").write_text("in the way")
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    assert "runs is a file where a folder must be" in said
+    assert "run the same command once the store is back" in said
+    assert "Traceback" not in said
+
+
 def test_a_whole_run_in_prefect_with_a_server_of_its_own_is_interrupted_and_leaves_nothing_behind(folder: Path) -> None:
     slow = ["--set", "better.max_steps=600", "--set", "better.pause=0.1"]
     process = start(folder, "run", "toy.yaml", *slow)
