@@ -163,6 +163,7 @@ class LocalServer:
                     raise NoServer(self._failure(f"ended with code {self._process.returncode} while it started"))
                 self.stop()
                 self._start()
+                end = time.monotonic() + seconds
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                     if answer.status == 200:

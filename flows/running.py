@@ -245,7 +245,7 @@ def outcome_lines(plan: Plan, result: RunResult, board: Board, request: Request,
         return [*lines, f"Done  {what}  ({figures.duration(seconds)})"]
     lines.append(f"Final model  {last.step}  {last.artifact}  ({figures.duration(seconds)})")
     store = "" if request.store == ".headrace" else f" --store {shlex.quote(request.store)}"
-    prompt = next((sample["prompt"] for sample in (report or {}).get("samples", [])), "What is 31 - 17?")
+    prompt = next((sample["prompt"] for sample in (report or {}).get("samples", [])), "Hello!")
     lines.append(f"Next   headrace sample {last.step} {shlex.quote(prompt)}{store}")
     lines.append(f"       headrace lineage {last.step}{store}")
     lines.append(f"       headrace pull {last.step} my-model{store}")

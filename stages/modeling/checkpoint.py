@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging as transformers_logging
 
 from stages.contract import Refused
@@ -126,6 +133,9 @@ def align(model: torch.nn.Module) -> None:
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a Hugging Face folder, with its chat template.
 
+    What tokenizer.json says is what is used, as in the tokenize stage. The class that a folder or its architecture
+    names would build it anew, and some leave out a part: GPT2Tokenizer splits no digits, whatever the file says.
+
     Raises:
         Refused: there is none, or it cannot be read.
     """
@@ -133,7 +143,9 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise Refused(f"{folder.name} has no tokenizer (tokenizer.json is missing)")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        as_written = (folder / "tokenizer.json").exists()
+        loader: Any = PreTrainedTokenizerFast if as_written else AutoTokenizer
+        return loader.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the parser of tokenizers raises bare exceptions
         raise Refused(f"the tokenizer of {folder.name} cannot be loaded: {error}") from error
 

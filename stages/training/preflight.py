@@ -17,6 +17,7 @@ import torch
 
 from stages.contract import Refused, StageContext
 from stages.modeling.packing import keeps_documents_apart
+from stages.tokenize.tokenizer import load_tokenizer
 from stages.training.config import TrainingConfig
 from stages.training.distributed import rank, world_size
 
@@ -156,6 +157,11 @@ def check_same_tokenizer(
     advice = "give the tokenize step this model as its tokenizer"
     if theirs is None:
         raise Refused(f"{what} holds no tokenizer.json, so it cannot be compared with the model's; {advice}")
+    # One tokenizer is written in several ways: by releases that list merges as text, or with its own special tokens
+    # in tokenizer_config.json alone. So what is compared is what comes of loading both.
+    ours, theirs = _loaded(model_folder), _loaded(data_tokenizer)
+    if ours == theirs:
+        return
     own, other = _vocabulary(ours), _vocabulary(theirs)
     if new_special_tokens:
         new = [t for t in theirs.get("added_tokens", []) if t.get("special") and t["content"] not in own]
@@ -176,9 +182,16 @@ def check_same_tokenizer(
 def _tokenizer_json(folder: Path) -> dict[str, Any] | None:
     """tokenizer.json without what changes no token id."""
     path = folder / "tokenizer.json"
-    if not path.exists():
-        return None
-    content = json.loads(path.read_text(encoding="utf-8"))
+    return _of_ids(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _loaded(folder: Path) -> dict[str, Any]:
+    """The same of the tokenizer that a tokenize step would load from the folder."""
+    return _of_ids(load_tokenizer(folder).backend.to_str())
+
+
+def _of_ids(text: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(text)
     for name in ("version", "truncation", "padding"):
         content.pop(name, None)
     return content

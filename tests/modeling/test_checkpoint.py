@@ -213,3 +213,22 @@ def test_the_gate_refuses_a_tie_that_is_lost(tmp_path):
     save_checkpoint(build("llama", tied=False), tokenizer(), tmp_path)
     with pytest.raises(RuntimeError, match="the tie between embedding and head is lost"):
         check_export(model, tokenizer(), tmp_path)
+
+
+@pytest.mark.parametrize("named", ["GPT2Tokenizer", "Qwen2Tokenizer", None])
+def test_a_tokenizer_is_what_its_file_says_whatever_class_the_folder_names(tmp_path, named):
+    """SmolLM2 splits digits by its tokenizer.json and names GPT2Tokenizer, which transformers builds without that."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    after.mkdir()
+    written_by = tokenizer()
+    written_by.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    written_by.save_pretrained(before)
+    config = json.loads((before / "tokenizer_config.json").read_text()) | {"tokenizer_class": named}
+    (before / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    save_checkpoint(build("llama"), load_tokenizer(before), after)
+    written, kept = (json.loads((folder / "tokenizer.json").read_text()) for folder in (before, after))
+    assert kept["pre_tokenizer"] == written["pre_tokenizer"]
+    opened = AutoTokenizer.from_pretrained(after)
+    assert json.loads(opened.backend_tokenizer.to_str())["pre_tokenizer"] == written["pre_tokenizer"]

@@ -236,7 +236,7 @@ def test_a_server_that_ends_while_it_starts_is_started_again(tmp_path: Path, mon
     try:
         assert server._process.wait() != 0
         database.parent.mkdir()
-        server.wait()
+        server.wait(500)
         assert database.is_file()
     finally:
         server.stop()

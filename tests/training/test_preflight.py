@@ -12,7 +12,10 @@ from stages.pretrain.config import Config as PretrainConfig
 from stages.pretrain.stage import run as pretrain
 from stages.sft.config import Config as SftConfig
 from stages.sft.stage import run as sft
+from stages.tokenize.config import TokenizerTrainingConfig
+from stages.tokenize.tokenizer import load_tokenizer, train_tokenizer
 from stages.training.device import prepare
+from stages.training.preflight import check_same_tokenizer
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -142,3 +145,21 @@ def test_more_processes_than_gpus_are_refused():
 def test_sizes_that_do_not_fit_together_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         PretrainConfig(**settings)
+
+
+def test_a_tokenizer_that_is_written_in_an_older_form_is_still_the_models_own(tmp_path):
+    """Releases of tokenizers before 0.20 wrote merges as text; most published models have such a file."""
+    model, data = tmp_path / "model", tmp_path / "data"
+    train_tokenizer(iter(["the cat sat on the mat"] * 3), TokenizerTrainingConfig(vocab_size=270)).save(model)
+    load_tokenizer(model).save(data)
+    path = model / "tokenizer.json"
+    content = json.loads(path.read_text())
+    assert content["model"]["merges"]
+    content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    del content["model"]["ignore_merges"]
+    path.write_text(json.dumps(content))
+    check_same_tokenizer(model, data, "input data")
+    content["model"]["merges"] = content["model"]["merges"][:-1]
+    path.write_text(json.dumps(content))
+    with pytest.raises(Refused, match="another tokenizer than the model's"):
+        check_same_tokenizer(model, data, "input data")
