@@ -23,7 +23,7 @@ import re
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -232,12 +232,9 @@ class S3Store:
         with self._errors("list", prefix):
             pages = self.client.get_paginator("list_objects_v2")
             for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix):
-                found += self._infos(page)
+                listed = s3_client.listed_objects(page)
+                found += [ObjectInfo(name.removeprefix(self.prefix), size, at, tag) for name, size, at, tag in listed]
         yield from sorted(found, key=lambda info: info.key)  # not every server sorts as S3 does
-
-    def _infos(self, page: dict[str, Any]) -> builtins.list[ObjectInfo]:
-        listed = s3_client.listed_objects(page)
-        return [ObjectInfo(name.removeprefix(self.prefix), size, when, tag) for name, size, when, tag in listed]
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str | None:
         condition = {"IfNoneMatch": "*"} if if_absent else {} if if_match is None else {"IfMatch": if_match}
@@ -319,24 +316,32 @@ class S3Store:
             sha256, size, md5 = (*(had[index] or ("", 0)), "") if had[index] else _hashes(paths[index])
             done[index] = sha256, size
             first.setdefault(blob_key(sha256), (index, md5))
-        hashed = {key: Hashed(bytes.fromhex(done[index][0]), done[index][1]) for key, (index, _) in first.items()}
-        stored = self._stored(first)
-        missing = [key for key in first if key not in stored or stored[key].differs(hashed[key])]
-        doubtful = [key for key in first if key in stored and _another(stored[key], first[key][1])]
-        missing += self._wrong(sorted(set(doubtful) - set(missing)), hashed)
 
+        def hashed(key: str) -> Hashed:
+            sha256, size = done[first[key][0]]
+            return Hashed(bytes.fromhex(sha256), size)
+
+        stored = self._stored(first)
+        missing, doubtful = [], []
+        for key, (index, md5) in first.items():
+            found = stored.get(key)
+            if found is None or found.size != done[index][1] or (found.checksum and found.differs(hashed(key))):
+                missing.append(key)
+            elif md5 and _another(found, md5):
+                doubtful.append(key)
+        missing += self._wrong(sorted(doubtful), hashed)
         bulk = self._bulk_client()
 
         def send(key: str) -> None:
             path = paths[first[key][0]]
-            if bulk is None or not bulk.put(key, path, hashed[key].sha256):
-                self._upload(key, path, hashed[key])
+            if bulk is None or not bulk.put(key, path, hashed(key).sha256):
+                self._upload(key, path, hashed(key))
 
         with ThreadPoolExecutor(_PUTS_AT_ONCE) as pool:
             in_parallel(pool, send, missing)
         return done
 
-    def _wrong(self, keys: Sequence[str], hashed: dict[str, Hashed]) -> builtins.list[str]:
+    def _wrong(self, keys: Sequence[str], hashed: Callable[[str], Hashed]) -> builtins.list[str]:
         """Which of the blobs whose ETag is not the MD5 of their bytes have wrong bytes.
 
         An ETag need not be an MD5 (that of an object under a KMS key is not), so each is asked for its SHA-256. Where
@@ -347,7 +352,7 @@ class S3Store:
             for start in range(0, len(keys), _HEADS):
                 some = keys[start : start + _HEADS]
                 heads = zip(some, pool.map(self._head, some), strict=True)
-                found = [key for key, head in heads if head is None or not _vouched_for(head, hashed[key])]
+                found = [key for key, head in heads if head is None or not _vouched_for(head, hashed(key))]
                 wrong += found
                 if not found:
                     break
@@ -466,9 +471,8 @@ def _of_head(head: dict[str, Any]) -> _Stored:
 
 
 def _another(stored: _Stored, md5: str) -> bool:
-    """Whether an object was only listed, and its ETag looks like an MD5 but is not that of the bytes ("": unknown)."""
-    is_md5 = re.fullmatch(r"[0-9a-f]{32}", stored.etag) is not None
-    return bool(md5) and not stored.checksum and is_md5 and stored.etag != md5
+    """Whether an object was only listed, and its ETag looks like an MD5 but is not that of the bytes."""
+    return stored.etag != md5 and not stored.checksum and re.fullmatch(r"[0-9a-f]{32}", stored.etag) is not None
 
 
 def _vouched_for(head: dict[str, Any], hashed: Hashed) -> bool:
