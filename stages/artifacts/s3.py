@@ -102,8 +102,8 @@ class S3Store:
 
     @property
     def address(self) -> str:
-        """URL of the folder that it lies in, as requests have it: it names the server, too."""
-        return f"{self._address if self.client else ''}/{self.prefix}".rstrip("/")
+        """URL of the folder that it lies in, which names the server, too, and nothing secret."""
+        return f"{s3_client.endpoint(self.client)}/{self.bucket}/{self.prefix}".rstrip("/")
 
     def _bulk_client(self) -> BulkClient | None:
         """The client for many small objects, where there can be one: loaded when first used in a process."""
