@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 from stages.artifacts.cache import BlobCache, open_cache, room_for
 from stages.artifacts.hash_cache import HashCache
 from stages.artifacts.manifest import FileEntry
-from stages.artifacts.store import Damaged, StoreError, in_parallel
+from stages.artifacts.store import Damaged, StoreError, in_parallel, remove_folder
+from stages.os_errors import explained
 
 if TYPE_CHECKING:
     from stages.artifacts.s3 import S3Store
@@ -90,14 +91,22 @@ class DataObject:
             Damaged: it has other bytes than those that were hashed.
         """
         entry = FileEntry(self.key, self.size, sha256)
-        with tempfile.TemporaryDirectory(prefix="headrace-", dir=os.environ.get("HEADRACE_SCRATCH") or None) as folder:
-            path = Path(folder, "data")
+        scratch = os.environ.get("HEADRACE_SCRATCH") or tempfile.gettempdir()
+        folder = Path(scratch, f"headrace-{uuid.uuid4().hex}")
+        try:
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise StoreError(f"cannot write {folder}: {explained(error)}") from error
+        try:
+            path = folder / "data"
             cache = open_cache()
             if cache is None or not cache.take(entry, path, link=True):
                 found = self.place.get_file(self.key, path, size=self.size)
                 if found != (sha256, self.size):
                     raise Damaged(f"{self.url} has other bytes than a moment ago; try again")
             yield path
+        finally:
+            remove_folder(folder)
 
     def remember(self, hashes: HashCache, sha256: str) -> None:
         """Let `known` find the SHA-256 (hex) next time."""

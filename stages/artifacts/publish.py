@@ -89,6 +89,8 @@ def _manifest(
 
 def _put_objects(store: Store, objects: Sequence[DataObject], cache: HashCache | None) -> list[tuple[str, int]]:
     """Store those objects of a bucket whose blobs are not there. Returns the SHA-256 (hex) and size of each."""
+    if not objects:
+        return []
     hashed = hash_objects(objects, cache)
     found = store.sizes(blob_key(sha256) for sha256, _ in hashed)
     lacking = {

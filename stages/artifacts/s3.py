@@ -17,22 +17,23 @@ from __future__ import annotations
 
 import builtins
 import hashlib
+import itertools
 import os
 import random
-import re
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from stages.artifacts import s3_client, s3_transfer
 from stages.artifacts.manifest import blob_key, check_path, sha256_hex
 from stages.artifacts.s3_bulk import BulkClient, open_bulk
 from stages.artifacts.s3_client import FAULTS, error_code, status
+from stages.artifacts.s3_stored import Stored, has_another_md5, of_head, vouched_for
 from stages.artifacts.s3_transfer import Hashed, base64_of
 from stages.artifacts.store import Damaged, NotInStore, ObjectInfo, StoreError, check_limit, in_parallel, is_segment
 from stages.os_errors import explained
@@ -47,19 +48,6 @@ _HEADS = 40  # looking up this many objects one by one costs as much as listing 
 _SEGMENT = 256 << 10  # an appended object goes on in another after so many bytes
 _CONFLICTS = 10
 _IN_PARTS = ("blobs/", "work/", "doctor/")  # what may go up in parts; other uploads in the bucket are not ours
-
-
-class _Stored(NamedTuple):
-    """What the server says of an object: its size in bytes, and its ETag or its SHA-256 checksum, "" where not told."""
-
-    size: int
-    etag: str = ""
-    checksum: str = ""
-
-    def differs(self, hashed: Hashed) -> bool:
-        """Whether it is certainly another object than was hashed."""
-        same_sort = self.checksum.partition("-")[2] == hashed.checksum.partition("-")[2]
-        return self.size != hashed.size or bool(self.checksum and same_sort and self.checksum != hashed.checksum)
 
 
 class S3Store:
@@ -80,10 +68,12 @@ class S3Store:
         self.url = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         self._lock = threading.Lock()
         self._made: Any = None
+        self._session: Any = None  # of the client, until another one is made of it
         self._address = ""
         self._bulk: BulkClient | None = None
         self._pid = 0
         self._sse = s3_client.encryption()
+        self._small_gets = itertools.count()  # a few are not worth loading another client
         self._appended: dict[str, tuple[str, bytes, str]] = {}
 
     def __repr__(self) -> str:
@@ -106,20 +96,24 @@ class S3Store:
                 except FAULTS as error:
                     raise self._explain(first, error, "list", self.bucket) from error
                 self._made, self._pid = s3_client.make_client(session), os.getpid()
-                self._address = asked[-1].partition("?")[0].rstrip("/")
-                plain = not self._sse and not self.bucket.endswith("--x-s3")
-                region = first.meta.region_name
-                self._bulk = open_bulk(session, self._address, region, self.prefix) if plain else None
+                self._session, self._address = session, asked[-1].partition("?")[0].rstrip("/")
+                self._bulk = None
             return self._made
 
     @property
     def address(self) -> str:
-        """URL of the folder that it lies in, as requests have it: it names the server, too."""
-        return f"{self._address if self.client else ''}/{self.prefix}".rstrip("/")
+        """URL of the folder that it lies in, which names the server, too, and nothing secret."""
+        return f"{s3_client.endpoint(self.client)}/{self.bucket}/{self.prefix}".rstrip("/")
 
     def _bulk_client(self) -> BulkClient | None:
-        """The client for many small objects, where there can be one: made with the other, for this process."""
-        return self._bulk if self.client else None
+        """The client for many small objects, where there can be one: loaded when first used in a process."""
+        client = self.client
+        with self._lock:
+            if self._bulk is None and self._session is not None:
+                session, self._session = self._session, None
+                if not self._sse and not self.bucket.endswith("--x-s3"):
+                    self._bulk = open_bulk(session, self._address, client.meta.region_name, self.prefix)
+            return self._bulk
 
     def get(self, key: str, *, limit: int | None = None) -> bytes:
         return self._get(key, limit)[0]
@@ -183,7 +177,7 @@ class S3Store:
         """Sizes of the objects that are there: by listing where many of those listed are asked for, else one by one."""
         return {key: stored.size for key, stored in self._stored(keys).items()}
 
-    def _stored(self, keys: Iterable[str]) -> dict[str, _Stored]:
+    def _stored(self, keys: Iterable[str]) -> dict[str, Stored]:
         wanted = sorted(set(keys))
         if len(wanted) <= _PAGE:
             return self._stored_from(wanted)
@@ -195,8 +189,8 @@ class S3Store:
                 key: stored for found in in_parallel(pool, self._stored_from, parts) for key, stored in found.items()
             }
 
-    def _stored_from(self, wanted: builtins.list[str]) -> dict[str, _Stored]:
-        found: dict[str, _Stored] = {}
+    def _stored_from(self, wanted: builtins.list[str]) -> dict[str, Stored]:
+        found: dict[str, Stored] = {}
         while len(wanted) > _HEADS:
             listed, more = self._page(_common(wanted[0], wanted[-1]), wanted[0])
             reached = max(listed) if more and listed else None
@@ -211,17 +205,17 @@ class S3Store:
                 found.update((key, stored) for key, stored in looked_up if stored is not None)
         return found
 
-    def _look_up(self, key: str) -> _Stored | None:
+    def _look_up(self, key: str) -> Stored | None:
         head = self._head(key)
-        return None if head is None else _of_head(head)
+        return None if head is None else of_head(head)
 
-    def _page(self, prefix: str, first: str) -> tuple[dict[str, _Stored], bool]:
+    def _page(self, prefix: str, first: str) -> tuple[dict[str, Stored], bool]:
         """A page of objects from the key `first` on, and whether there are more."""
         start = self.prefix + first[:-1]  # the listing begins after it
         with self._errors("list", prefix):
             answer = self.client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix + prefix, StartAfter=start)
         listed = s3_client.listed_objects(answer)
-        page = {name.removeprefix(self.prefix): _Stored(size, etag) for name, size, _, etag in listed}
+        page = {name.removeprefix(self.prefix): Stored(size, etag) for name, size, _, etag in listed}
         return page, bool(answer.get("IsTruncated"))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -232,12 +226,9 @@ class S3Store:
         with self._errors("list", prefix):
             pages = self.client.get_paginator("list_objects_v2")
             for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix):
-                found += self._infos(page)
+                listed = s3_client.listed_objects(page)
+                found += [ObjectInfo(name.removeprefix(self.prefix), size, at, tag) for name, size, at, tag in listed]
         yield from sorted(found, key=lambda info: info.key)  # not every server sorts as S3 does
-
-    def _infos(self, page: dict[str, Any]) -> builtins.list[ObjectInfo]:
-        listed = s3_client.listed_objects(page)
-        return [ObjectInfo(name.removeprefix(self.prefix), size, when, tag) for name, size, when, tag in listed]
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str | None:
         condition = {"IfNoneMatch": "*"} if if_absent else {} if if_match is None else {"IfMatch": if_match}
@@ -319,24 +310,32 @@ class S3Store:
             sha256, size, md5 = (*(had[index] or ("", 0)), "") if had[index] else _hashes(paths[index])
             done[index] = sha256, size
             first.setdefault(blob_key(sha256), (index, md5))
-        hashed = {key: Hashed(bytes.fromhex(done[index][0]), done[index][1]) for key, (index, _) in first.items()}
-        stored = self._stored(first)
-        missing = [key for key in first if key not in stored or stored[key].differs(hashed[key])]
-        doubtful = [key for key in first if key in stored and _another(stored[key], first[key][1])]
-        missing += self._wrong(sorted(set(doubtful) - set(missing)), hashed)
 
+        def hashed(key: str) -> Hashed:
+            sha256, size = done[first[key][0]]
+            return Hashed(bytes.fromhex(sha256), size)
+
+        stored = self._stored(first)
+        missing, doubtful = [], []
+        for key, (index, md5) in first.items():
+            found = stored.get(key)
+            if found is None or found.size != done[index][1] or (found.checksum and found.differs(hashed(key))):
+                missing.append(key)
+            elif md5 and has_another_md5(found, md5):
+                doubtful.append(key)
+        missing += self._wrong(sorted(doubtful), hashed)
         bulk = self._bulk_client()
 
         def send(key: str) -> None:
             path = paths[first[key][0]]
-            if bulk is None or not bulk.put(key, path, hashed[key].sha256):
-                self._upload(key, path, hashed[key])
+            if bulk is None or not bulk.put(key, path, hashed(key).sha256):
+                self._upload(key, path, hashed(key))
 
         with ThreadPoolExecutor(_PUTS_AT_ONCE) as pool:
             in_parallel(pool, send, missing)
         return done
 
-    def _wrong(self, keys: Sequence[str], hashed: dict[str, Hashed]) -> builtins.list[str]:
+    def _wrong(self, keys: Sequence[str], hashed: Callable[[str], Hashed]) -> builtins.list[str]:
         """Which of the blobs whose ETag is not the MD5 of their bytes have wrong bytes.
 
         An ETag need not be an MD5 (that of an object under a KMS key is not), so each is asked for its SHA-256. Where
@@ -347,7 +346,7 @@ class S3Store:
             for start in range(0, len(keys), _HEADS):
                 some = keys[start : start + _HEADS]
                 heads = zip(some, pool.map(self._head, some), strict=True)
-                found = [key for key, head in heads if head is None or not _vouched_for(head, hashed[key])]
+                found = [key for key, head in heads if head is None or not vouched_for(head, hashed(key))]
                 wrong += found
                 if not found:
                     break
@@ -355,8 +354,9 @@ class S3Store:
 
     def get_file(self, key: str, path: Path, *, size: int | None = None, resume: bool = False) -> tuple[str, int]:
         name = self._name(key)
-        if size is not None and size <= _SMALL and (bulk := self._bulk_client()) and not os.path.lexists(path):
-            data = bulk.get(key, size)
+        many = size is not None and size <= _SMALL and next(self._small_gets) >= _HEADS
+        if many and (bulk := self._bulk_client()) and not os.path.lexists(path):
+            data = bulk.get(key, size or 0)
             if data is not None:
                 return s3_transfer.write_new(path, data)
         with self._errors("read", key):
@@ -458,23 +458,6 @@ class S3Store:
 def _next_segment(base: str, key: str) -> str:
     number = int(key.removeprefix(base + ".")) + 1 if key != base else 1
     return f"{base}.{number:06d}"
-
-
-def _of_head(head: dict[str, Any]) -> _Stored:
-    etag, checksum = str(head.get("ETag", "")).strip('"'), str(head.get("ChecksumSHA256", ""))
-    return _Stored(int(head["ContentLength"]), etag, checksum)
-
-
-def _another(stored: _Stored, md5: str) -> bool:
-    """Whether an object was only listed, and its ETag looks like an MD5 but is not that of the bytes ("": unknown)."""
-    is_md5 = re.fullmatch(r"[0-9a-f]{32}", stored.etag) is not None
-    return bool(md5) and not stored.checksum and is_md5 and stored.etag != md5
-
-
-def _vouched_for(head: dict[str, Any], hashed: Hashed) -> bool:
-    """Whether a stored object with a strange ETag is what was hashed: its checksum says so, or KMS made the ETag."""
-    stored = _of_head(head)
-    return stored.checksum == hashed.checksum or "kms" in str(head.get("ServerSideEncryption", ""))
 
 
 def _common(one: str, other: str) -> str:

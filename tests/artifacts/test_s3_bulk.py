@@ -57,7 +57,7 @@ def test_small_files_go_by_the_compiled_client_and_the_server_checks_them(
     digest = publish(store, many, "source")
     assert agents(through, "PUT") == [True] * 60
     fetch(store, digest, tmp_path / "out")
-    assert agents(through, "GET") == [True] * 60
+    assert sum(agents(through, "GET")) == 20  # the first ones are not worth loading it
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {
         path.name: path.read_bytes() for path in many.iterdir()
     }

@@ -321,23 +321,28 @@ class Bench:
         recipe.write_text(f"name: many\nsteps:\n  words: {step}\n")
         self.note("plan_files", f"{self.many // 2:,} in the input and as many in the result")
 
-        def in_folder(entry: FileEntry, data: bytes) -> None:
-            path = self.work / "many" / blob_key(entry.sha256)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)  # as the store would, but without 100,000 fsyncs
+        def in_folder(store: Any) -> None:
+            for entry, data in zip(entries, contents, strict=True):
+                path = self.work / "many" / blob_key(entry.sha256)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)  # as the store would, but without 100,000 fsyncs
+            for manifest in (source, rows):
+                store.put(manifest_key(manifest.digest), manifest.to_json())
 
-        def in_bucket(entry: FileEntry, data: bytes) -> None:
-            self.boto.put_object(Bucket=BUCKET, Key=f"many/{blob_key(entry.sha256)}", Body=data)
+        def in_bucket(store: Any) -> None:
+            for entry, data in zip(entries, contents, strict=True):
+                path = self.work / "many-files" / entry.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+            for manifest in (source, rows):
+                assert publish(store, self.work / "many-files", manifest.kind) == manifest.digest
 
-        for name, url, put in (
+        for name, url, fill in (
             ("folder", str(self.work / "many"), in_folder),
             ("s3", f"s3://{BUCKET}/many", in_bucket),
         ):
-            with ThreadPoolExecutor(8) as pool:
-                list(pool.map(put, entries, contents))
             store = open_store(url)
-            for manifest in (source, rows):
-                store.put(manifest_key(manifest.digest), manifest.to_json())
+            fill(store)
             key = make_plan(load_recipe(str(recipe)), store)["words"].key
             now = "2026-01-01T00:00:00.000+00:00"
             made = {"stage": "toy.words", "step": "words", "run": "bench", "started": now, "finished": now}
