@@ -151,7 +151,7 @@ def workpool_runner(folder: Path) -> Iterator[Runner]:
     server = LocalServer()
     worker = None
     try:
-        server.wait()
+        server.wait(600)
         os.environ["PREFECT_API_URL"] = server.url
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_WORKER_QUERY_SECONDS": "1"}
         deploy = [sys.executable, "-m", "flows.stage_deployments", "--pool", "overhead"]

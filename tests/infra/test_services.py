@@ -277,13 +277,14 @@ def test_the_nightly_flow_passes_through_the_services(stack: tuple[Stack, dict[s
         "store: s3://headrace/store\nwork_pool: headrace\nnightly:\n  words:\n    recipe: night.yaml\n"
     )
     (services.folder / "night.yaml").write_text(
-        "name: night\nsteps:\n  corpus:\n    stage: tokenize\n    inputs: {data: words.txt}\n    format: text\n"
+        "name: night\nsteps:\n  corpus:\n    stage: tokenize\n    inputs: {data: words.jsonl}\n    format: text\n"
         "    row_length: 32\n    train_tokenizer: {vocab_size: 280}\n    validation_fraction: 0.1\n"
         "  base:\n    stage: pretrain\n    inputs: {data: corpus}\n    hidden_size: 32\n    num_hidden_layers: 1\n"
         "    num_attention_heads: 2\n    max_steps: 3\n    train_batch_size: 2\n"
         "  report:\n    stage: evaluate\n    inputs: {models: [base], text: corpus}\n"
     )
-    (services.folder / "words.txt").write_text("".join(f"line {number} of the text\n" for number in range(300)))
+    rows = [json.dumps({"text": f"line {number} of the text"}) for number in range(300)]
+    (services.folder / "words.jsonl").write_text("\n".join(rows) + "\n")
     deployed = headrace(services, settings, "deploy", "nightly.yaml")
     assert deployed.returncode == 0, deployed.stdout + deployed.stderr
     run = [sys.executable, "-m", "prefect", "deployment", "run", "nightly/words", "--watch"]
