@@ -154,6 +154,7 @@ def test_a_save_that_does_not_end_is_given_up_and_the_one_before_it_is_kept(on_s
     until(lambda: on_s3.installed.running_step(name, "base"), 300, "base runs again")
     document = on_s3.installed.document(name)
     assert document is not None
-    assert document["steps"]["base"]["reason"] == f"saved progress at step {whole}"
+    # What was held may have come through by now, and have been the last that its save lacked.
+    assert document["steps"]["base"]["reason"] in [f"saved progress at step {step}" for step in (whole, whole + 1)]
     by_api(on_s3.installed, again, None)
     assert check(on_s3, again, tmp_path / "again") >= whole
