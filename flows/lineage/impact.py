@@ -138,7 +138,8 @@ def lines(found: Impact) -> list[str]:
         for holder, path in found.holders:
             told.append(f"  in {holder.kind} {figures.short(holder.digest)} ({holder.name}) as {path}")
         if found.held > len(found.holders):
-            told.append(f"  … and {found.held - len(found.holders):,} more artifacts that hold it")
+            more = found.held - len(found.holders)
+            told.append(f"  … and {more:,} more artifact{'s' * (more != 1)} that hold{'s' * (more == 1)} it")
     names = {digest: ref for ref, digest, _, is_now in found.refs if is_now}
     for artifact in found.made:
         when = f"{datetime.fromtimestamp(artifact.time).astimezone():%Y-%m-%d %H:%M}" if artifact.time else ""

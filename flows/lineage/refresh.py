@@ -157,7 +157,7 @@ class Refresh:
         try:
             rows = take(info, number, data)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, IndexError) as error:
-            rows, problem = {}, f"cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            rows, problem = {}, f"cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         self._add("objects", [(part, info.key, number, info.mark, problem)])
         for table, found in rows.items():
             self._add(table, found)

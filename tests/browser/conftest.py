@@ -47,7 +47,8 @@ def served(_small: small_store.SmallStore, tmp_path_factory: pytest.TempPathFact
     """A copy of the small store, served; tests may add to it."""
     folder = tmp_path_factory.mktemp("served")
     shutil.copytree(_small.store.url, folder / "store")
-    small = small_store.SmallStore(open_store(folder / "store"), folder / "files", _small.source, _small.made)
+    made = {run: dict(steps) for run, steps in _small.made.items()}  # what a test adds is not in the others' store
+    small = small_store.SmallStore(open_store(folder / "store"), folder / "files", _small.source, made)
     process, url = start_browse(folder / "store", folder / "cache")
     try:
         yield Served(url, small)

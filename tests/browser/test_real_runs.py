@@ -18,7 +18,8 @@ from flows.lineage import queries, rows
 from flows.lineage.browser.app import create_app
 from flows.lineage.browser.site import Site, open_site
 
-pytestmark = pytest.mark.slow
+# Two runs of the miniature come before the first test; on a machine that is busy they take long.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 MINI = ROOT / "tests" / "end_to_end"
 
 

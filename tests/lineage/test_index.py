@@ -128,7 +128,7 @@ def test_impact_counts_everything_and_lists_as_much_as_is_asked_for(
     assert (part.held, part.total, part.kinds, part.refs) == (2, 4, whole.kinds, whole.refs)
     assert [(ref, digest, now) for ref, digest, _, now in part.refs] == [("production", chain["sft"], True)]
     text = "\n".join(impact.lines(part))
-    assert "and 1 more artifacts that hold it" in text
+    assert "and 1 more artifact that holds it" in text
     assert "and 3 more" in text
     assert "refs: production (since" in text
 
