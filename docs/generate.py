@@ -99,8 +99,8 @@ REFERENCES = (
     ),
     (
         '`"s3://bucket/logs/*.jsonl"`',
-        "the same in a bucket ([credentials](s3.md#address-and-credentials)): an object, a folder, a glob. What was read "
-        "once is not read again until it changes",
+        "the same in a bucket ([credentials](s3.md#address-and-credentials)): an object, a folder, a glob. What was "
+        "read once is not read again until it changes",
     ),
     ('`"stdlib:pydoc_data/*.py"`', "files of the standard library of the Python that runs"),
     (
