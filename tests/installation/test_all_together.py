@@ -13,7 +13,7 @@ import pytest
 from clicks import add_setting, choose, open_form, open_run, submitted
 from installed import Installed, children, command_line, copy_mini, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # it starts all of it twice
 
 
 def listens(url: str) -> bool:
