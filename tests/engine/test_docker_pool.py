@@ -72,7 +72,7 @@ def test_two_workers_of_a_docker_pool_share_the_steps_of_a_run(
     assert made == expected
     assert set(made) == {"corpus", "base", "chat", "sft"}
     for number in (1, 2):  # base and chat wait for corpus alone, so there is one for each
-        assert "ubmitting flow run" in (project / f"worker-{number}.log").read_text()
+        assert f"Flow run '{told['run']}/" in (project / f"worker-{number}.log").read_text()
     with temporary_settings({PREFECT_API_URL: prefect_api}), get_client(sync_client=True) as client:
         tags = FlowRunFilterTags(all_=[f"run:{told['run']}"])
         runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=tags))
