@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -18,6 +19,11 @@ BUCKET = "headrace-tests"
 _HOME = tempfile.TemporaryDirectory(prefix="headrace-test-home-", ignore_cleanup_errors=True)
 os.environ["HEADRACE_HOME"] = f"{_HOME.name}/headrace"
 os.environ["PREFECT_HOME"] = f"{_HOME.name}/prefect"
+
+# What is started with `nohup`, or by a shell in the background, ignores these, and so would all that tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
