@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import s3_server as server_module
+from s3_proxy import Proxy, proxy
 
 from stages.artifacts import Store, open_store
 
@@ -44,6 +45,14 @@ def s3_url(s3_server: server_module.Server, monkeypatch: pytest.MonkeyPatch, tmp
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path / "cache"))
     return f"s3://{BUCKET}/{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def through(s3_url: str, s3_server: server_module.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy before the S3 server, to which the environment leads."""
+    with proxy(s3_server.endpoint) as running:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", running.endpoint)
+        yield running
 
 
 @pytest.fixture(params=["folder", "s3"])

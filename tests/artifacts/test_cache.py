@@ -8,12 +8,10 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import s3_server as server_module
-from s3_proxy import Proxy, proxy
+from s3_proxy import Proxy
 
 from stages.artifacts import StoreError, fetch, open_cache, open_store, publish, pull
 from stages.artifacts.cache import BlobCache, parse_size
@@ -24,13 +22,6 @@ from pathlib import Path
 from stages.artifacts import fetch, open_store
 fetch(open_store(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
 """
-
-
-@pytest.fixture
-def through(s3_url: str, s3_server: server_module.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    with proxy(s3_server.endpoint) as running:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", running.endpoint)
-        yield running
 
 
 def published(url: str, folder: Path, sizes: dict[str, int]) -> str:

@@ -9,14 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 import s3_server as server_module
-from s3_proxy import Proxy, proxy
+from s3_proxy import Proxy
 
 from stages.artifacts import (
     Damaged,
@@ -41,14 +40,6 @@ from stages.artifacts import (
 from stages.artifacts.s3 import S3Store
 
 BUCKET = "headrace-tests"
-
-
-@pytest.fixture
-def through(s3_url: str, s3_server: server_module.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A proxy that the environment leads to."""
-    with proxy(s3_server.endpoint) as running:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", running.endpoint)
-        yield running
 
 
 def connected(url: str) -> S3Store:

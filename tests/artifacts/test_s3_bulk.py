@@ -5,26 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import s3_server as server_module
-from s3_proxy import Proxy, proxy
+from s3_proxy import Proxy
 
 from stages.artifacts import Damaged, ReadOnlyStore, fetch, is_complete, open_store, publish, verify_all
 from stages.artifacts.s3 import S3Store
 
 BUCKET = "headrace-tests"
 COMPILED = "object_store/"  # how that client names itself
-
-
-@pytest.fixture
-def through(s3_url: str, s3_server: server_module.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A proxy that the environment leads to."""
-    with proxy(s3_server.endpoint) as running:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", running.endpoint)
-        yield running
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import s3_server as server_module
-from s3_proxy import Proxy, proxy
+from s3_proxy import Proxy
 
 from flows import installation
 from flows.doctor import doctor
@@ -29,13 +29,6 @@ def test_a_sound_store_keeps_every_promise_and_nothing_of_the_checks(store_url: 
     assert set(found) == expected | ({"checksums", "clock"} if store_url.startswith("s3:") else set())
     assert list(open_store(store_url).list("")) == []
     assert open_store(store_url).leftovers(0) == []
-
-
-@pytest.fixture
-def through(s3_url: str, s3_server: server_module.Server, monkeypatch: pytest.MonkeyPatch) -> Proxy:
-    with proxy(s3_server.endpoint) as running:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", running.endpoint)
-        yield running
 
 
 def test_a_server_that_says_done_whatever_it_was_asked_is_found_out(s3_url: str, through: Proxy) -> None:

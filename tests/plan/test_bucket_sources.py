@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import s3_server as server_module
-from s3_proxy import Proxy, proxy
+from s3_proxy import Proxy
 
 from flows import sources, store_verbs
 from flows.plan import make_plan
@@ -28,14 +27,6 @@ OTHERS = {
     "2026/deep/": b"",
     "2025/z.jsonl": b"{}",
 }
-
-
-@pytest.fixture
-def through(s3_url: str, s3_server: server_module.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A proxy that the environment leads to."""
-    with proxy(s3_server.endpoint) as running:
-        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", running.endpoint)
-        yield running
 
 
 @pytest.fixture
