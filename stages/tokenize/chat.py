@@ -42,7 +42,8 @@ class Rendered:
 def check_messages(value: Any, name: str) -> list[Message]:
     """Return `value` as a list of messages, without keys that are None (as Parquet fills them in).
 
-    Messages with "from" and "value" are those of ShareGPT, and become messages with "role" and "content".
+    Messages with "from" and "value" are those of ShareGPT, and become messages with "role" and "content". A content in
+    parts of text becomes their text.
 
     A turn of the user or the assistant must say something: text that is not blank, or else a call of a tool, reasoning
     or the like. A prompt and a completion that are strings must too. A system message or a tool's answer may be empty.
@@ -66,18 +67,35 @@ def check_messages(value: Any, name: str) -> list[Message]:
         if not isinstance(role, str) or not role:
             keys = ", ".join(f'"{key}"' for key in message) or "nothing"
             raise BadRow("missing_field", f'message {number} of "{name}" has no "role"; it has {keys}')
+        place = f'"content" of message {number} of "{name}"'
+        if isinstance(message.get("content"), list):
+            message["content"] = _text_of_parts(message["content"], place)
         content = message.get("content")
         if content is None and "tool_calls" not in message:
             raise BadRow("missing_field", f'message {number} of "{name}" has no "content"')
         if content is not None and not isinstance(content, str):
-            raise BadRow(
-                "wrong_type",
-                f'"content" of message {number} of "{name}" must be a string, not {type(content).__name__}',
-            )
+            raise BadRow("wrong_type", f"{place} must be a string or a list of parts, not {type(content).__name__}")
         if role in _SPEAKERS and not any(_says_something(part) for key, part in message.items() if key != "role"):
             raise BadRow("empty", f'message {number} of "{name}", a turn of the {role}, is empty')
         messages.append(message)
     return messages
+
+
+def _text_of_parts(parts: list[Any], place: str) -> str:
+    """The text of a content in parts, as transformers' templates put them together: with nothing in between.
+
+    Raises:
+        BadRow: a part is not `{"type": "text", "text": ...}`.
+    """
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        text = part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            known = '{"type": "text", "text": ...}'
+            raise BadRow("wrong_type", f"{place} has a part {kind!r}; only parts {known} are read: leave such rows out")
+        texts.append(text)
+    return "".join(texts)
 
 
 def _says_something(part: Any) -> bool:

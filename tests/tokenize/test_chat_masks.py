@@ -192,7 +192,13 @@ def test_what_the_template_does_not_take_is_a_bad_row(small_tokenizer: TextToken
         (["hi"], "message 1 of .* must be an object, not str"),
         ([{"content": "x"}], 'message 1 of .* has no "role"; it has "content"'),
         ([{"role": "user"}], 'message 1 of .* has no "content"'),
-        ([{"role": "user", "content": 3}], '"content" of message 1 of .* must be a string, not int'),
+        ([{"role": "user", "content": 3}], '"content" of message 1 of .* must be a string or a list of parts, not int'),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}],
+            "\"content\" of message 1 of .* has a part 'image_url'; only parts .* are read: leave such rows out",
+        ),
+        ([{"role": "user", "content": ["x"]}], "has a part 'str'"),
+        ([{"role": "user", "content": []}], "message 1 of .*, a turn of the user, is empty"),
     ],
 )
 def test_messages_of_the_wrong_shape_are_named(value: Any, message: str) -> None:

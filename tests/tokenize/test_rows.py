@@ -138,6 +138,13 @@ def test_messages_of_sharegpt_are_read() -> None:
     assert chat == Chat([{"role": "system", "content": "s"}, USER, ANSWER | {"weight": 1}])
 
 
+def test_contents_in_parts_of_text_are_their_text() -> None:
+    halves = [{"type": "text", "text": USER["content"][:2]}, {"type": "text", "text": USER["content"][2:]}]
+    answer = [{"type": "text", "text": ANSWER["content"], "image_url": None}]  # None: as Parquet fills it in
+    messages = [{"role": "user", "content": halves}, {"role": "assistant", "content": answer}]
+    assert parse(config("chat"), {"messages": messages}) == Chat([USER, ANSWER])
+
+
 def test_joining_needs_text_or_numbers() -> None:
     with pytest.raises(BadRow, match=r'"b" must be text or a number .* not list'):
         fill("{a} {b}", {"a": "x", "b": []})
