@@ -58,6 +58,7 @@ class Child:
     environment: dict[str, str]
     healthy: Callable[[], bool]
     stop_seconds: float = STOP_SECONDS
+    orphaned: signal.Signals = signal.SIGTERM  # what it gets when the command is killed
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
     due: float = 0.0
@@ -80,7 +81,7 @@ class Child:
             stderr=subprocess.STDOUT,
             env=self.environment,
             start_new_session=True,
-            preexec_fn=die_with(os.getpid()),
+            preexec_fn=die_with(os.getpid(), self.orphaned),
         )
 
     def wait(self, seconds: float) -> None:
@@ -176,6 +177,8 @@ class _Installation:
             environment,
             self._worker_online,
             WORKER_STOP_SECONDS,
+            # Asked to end, it would tell the server, which ends too, that its runs have crashed, or not end at all.
+            signal.SIGKILL,
         )
         self.children = [self.server, self.worker]
         if has_browser:  # the one place where the lineage browser joins the installation

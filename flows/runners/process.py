@@ -383,14 +383,14 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
 
 
-def die_with(parent: int) -> Callable[[], None]:
-    """What a new process does first so that the kernel sends it SIGTERM when the thread that started it ends.
+def die_with(parent: int, number: signal.Signals = signal.SIGTERM) -> Callable[[], None]:
+    """What a new process does first so that the kernel sends it a signal when the thread that started it ends.
 
     That thread waits for the stage (`flows.execute`), so its end before the stage's means the end of the flow.
     """
 
     def ask() -> None:
-        if not die_with_parent(parent):
+        if not die_with_parent(parent, number):
             os._exit(1)
 
     return ask
