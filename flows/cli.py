@@ -13,10 +13,7 @@ import contextlib
 import io
 import json
 import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +22,7 @@ import typer
 from flows import cli_lineage
 from flows.cli_options import ArtifactName, Json, PublicKey, SignedFolder, StoreUrl
 from flows.image_verbs import images
+from flows.signals import interrupting
 
 FAILED = 1
 BAD_REQUEST = 2
@@ -389,7 +387,7 @@ def main() -> None:
         print(f"headrace: the current folder cannot be used ({error.strerror}); change to another", file=sys.stderr)
         raise SystemExit(BAD_REQUEST) from None
     try:
-        with _interrupted_by_signals():
+        with interrupting():  # so that a verb removes what it had half done
             app(standalone_mode=True)
     except BrokenPipeError:  # `headrace logs | head`
         _drop_output()
@@ -410,28 +408,6 @@ def main() -> None:
 
         print(f"headrace: {redact(str(error))}", file=sys.stderr)
         raise SystemExit(BAD_REQUEST) from None
-
-
-@contextlib.contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """For the time of the block, SIGTERM and SIGHUP are Ctrl-C, so that a verb removes what it had half done.
-
-    One that was ignored from the start (`nohup`) stays so.
-    """
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-
-        def interrupt(number: int, frame: object) -> None:
-            raise KeyboardInterrupt
-
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                before[number] = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _prepare_output() -> None:

@@ -10,8 +10,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from flows.execute import Execution
+if TYPE_CHECKING:  # the command needs this module before it knows whether it runs anything
+    from flows.execute import Execution
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -36,7 +36,7 @@ from flows.deploy_settings import DeploySettings, read_settings
 from flows.local_server import NoServer, check_port, quiet_prefect, server_command, with_this_package
 from flows.pages import BROWSER
 from flows.runners.process import die_with
-from flows.signals import interrupting
+from flows.signals import SIGNALS, interrupting
 
 PORT = 4200
 BROWSER_PORT = 4280
@@ -347,7 +347,7 @@ class _no_more_signals:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
 
     def __exit__(self, *error: object) -> None:
