@@ -60,6 +60,12 @@ def timed(function: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
+def timed_alone(function: Callable[[], Any]) -> float:
+    """`timed`, once what was written before is on the disk: nobody pays for another's writes."""
+    os.sync()
+    return timed(function)
+
+
 def alternate(
     rounds: int, one: Callable[[int], Any], other: Callable[[int], Any]
 ) -> tuple[float, float, tuple[float, float]]:
@@ -258,46 +264,50 @@ class Bench:
         if self.dvc is None:
             print("DVC was not given (--dvc PATH): left out")
             return
-        project = self.work / "dvc"
-        project.mkdir()
         ours_alone = ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")  # empty files trip it
         environment = {name: value for name, value in os.environ.items() if name not in ours_alone}
         environment |= {"DVC_NO_ANALYTICS": "1", "DVC_SITE_CACHE_DIR": str(self.work / "dvc-site")}
 
-        def run(*arguments: str) -> None:
+        def run(project: Path, *arguments: str) -> None:
             command = [str(self.dvc), *arguments]
             done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
             assert done.returncode == 0, done.stdout + done.stderr
 
-        run("init", "--no-scm", "-q")
-        run("remote", "add", "-d", "r", f"s3://{BUCKET}/dvc")
-        run("remote", "modify", "r", "endpointurl", self.server.endpoint)
-        self.note("dvc_version_seconds", round(timed(lambda: run("--version")), 2))
-        for name in ("large", "small"):
+        def one(name: str, number: int) -> tuple[list[float], list[float]]:
+            """Seconds of both sides, first and again (ours twice: as a process of its own, and within one)."""
+            folder = self.work / f"{name}-{number}"  # of ours, and beside it the same files in a project of DVC
+            project = self.work / f"dvc-{name}-{number}"
+            project.mkdir()
+            run(project, "init", "--no-scm", "-q")
+            run(project, "remote", "add", "-d", "r", f"s3://{BUCKET}/{project.name}")
+            run(project, "remote", "modify", "r", "endpointurl", self.server.endpoint)
             shutil.copytree(self.work / name, project / name)
-            (self.work / f"in-{name}").mkdir()
-            shutil.copytree(self.work / name, self.work / f"in-{name}" / name)
-            command = [sys.executable, "-c", OURS, f"s3://{BUCKET}/ours-{name}", str(self.work / f"in-{name}")]
-            command.append(str(self.work / f"ours-{name}.json"))
+            shutil.copytree(self.work / name, folder)
+            url, remembered = f"s3://{BUCKET}/ours-{folder.name}", self.work / f"{folder.name}.json"
 
-            def ours(command: list[str] = command) -> None:
-                subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            def ours() -> None:
+                subprocess.check_output([sys.executable, "-c", OURS, url, folder, remembered])
 
-            def theirs(name: str = name) -> None:
-                run("add", "-q", name)
-                run("push", "-q")
+            def theirs() -> None:
+                run(project, "add", "-q", name)
+                run(project, "push", "-q")
 
             time.sleep(3)  # both remember files that are older than a moment
-            self.ratio(f"dvc_s3_{name}", timed(ours), timed(theirs))
-            ours()
-            again = timed(theirs)
-            self.ratio(f"dvc_s3_{name}_unchanged", timed(ours), again)
+            sides = (ours, theirs) if number % 2 == 0 else (theirs, ours)
+            first = {side: timed_alone(side) for side in sides}
+            again = {side: timed_alone(side) for side in sides}
             # As a run publishes: in a process that has started already, with the store open.
-            store, cache = open_store(command[3]), HashCache(Path(command[5]))
-            within = timed(
-                lambda store=store, cache=cache, path=command[4]: publish(store, Path(path), "source", cache)
-            )
-            self.ratio(f"dvc_s3_{name}_unchanged_within_a_run", within, again)
+            store, cache = open_store(url), HashCache(remembered)
+            within = timed(lambda: publish(store, folder, "source", cache))
+            shutil.rmtree(project)
+            shutil.rmtree(folder)
+            return [first[ours], again[ours], within], [first[theirs], again[theirs], again[theirs]]
+
+        for name, rounds in (("large", self.rounds), ("small", 1)):
+            taken = [one(name, number) for number in range(rounds)]
+            for index, what in enumerate(("", "_unchanged", "_unchanged_within_a_run")):
+                sides = (statistics.median(side[index] for side in both) for both in zip(*taken, strict=True))
+                self.ratio(f"dvc_s3_{name}{what}", *sides)
 
     def plan(self) -> None:
         """The plan of a recipe whose input and result hold very many files, all of them looked for."""
