@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from toy_recipe import write_toy
 
@@ -194,16 +195,15 @@ def test_a_whole_run_in_prefect_with_a_server_of_its_own_is_interrupted_and_leav
     slow = ["--set", "better.max_steps=600", "--set", "better.pause=0.1"]
     process = start(folder, "run", "toy.yaml", *slow)
     said = read_until(process, r"better +running")
-    time.sleep(1.0)
+    wait_for_progress(folder, "better")
     assert "Starting a Prefect server" in said
-    children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True)
-    server = next(line.split()[0] for line in children.stdout.splitlines() if "flows.local_server" in line)
+    [server] = [child for child in psutil.Process(process.pid).children() if "flows.local_server" in child.cmdline()]
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=90)
     assert process.returncode == 130, said
     assert re.search(r"^better: saved at step \d+ \(\d", said, re.MULTILINE), said
     assert "Traceback" not in said
-    assert not Path(f"/proc/{server}").exists()
+    assert not server.is_running()
 
 
 def test_the_prefect_server_of_a_killed_run_ends_by_itself(folder: Path) -> None:

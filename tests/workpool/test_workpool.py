@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from pool_runs import ROOT, Pool, Runs
 from prefect import get_client
@@ -171,15 +172,9 @@ def test_a_lost_worker_costs_an_attempt_and_a_dead_flow_leaves_no_stage(
 
     def kill(event: dict[str, Any]) -> None:
         if event["type"] == "saved" and event["at"] == 3 and not doomed:
-            children = subprocess.run(
-                ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True
-            ).stdout.splitlines()
-            ours = {worker.pid for worker in pool.workers}
-            for _ in range(4):  # workers, flow runs, stages
-                for line in children[1:]:
-                    pid, parent = (int(part) for part in line.split()[:2])
-                    if parent in ours | set(doomed) and pid not in doomed:
-                        doomed.append(pid)
+            for worker in pool.workers:  # and their flow runs, and the stages of these
+                below = psutil.Process(worker.pid).children(recursive=True)
+                doomed.extend(process.pid for process in below)
             for pid in doomed:
                 try:
                     os.kill(pid, signal.SIGKILL)
