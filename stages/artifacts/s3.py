@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.artifacts import s3_client, s3_transfer
-from stages.artifacts.manifest import blob_key, check_path, sha256_hex
+from stages.artifacts.manifest import blob_key, check_path, many_objects, sha256_hex
 from stages.artifacts.s3_bulk import BulkClient, open_bulk
 from stages.artifacts.s3_client import FAULTS, error_code, status
 from stages.artifacts.s3_stored import Stored, has_another_md5, of_head, vouched_for
@@ -47,6 +47,7 @@ _PAGE = 1000  # objects that one request lists
 _HEADS = 40  # looking up this many objects one by one costs as much as listing a page of 1,000
 _SEGMENT = 256 << 10  # an appended object goes on in another after so many bytes
 _CONFLICTS = 10
+_Found = tuple[int, str, str]  # the fields of a `Stored`, of which there may be very many
 _IN_PARTS = ("blobs/", "work/", "doctor/")  # what may go up in parts; other uploads in the bucket are not ours
 
 
@@ -175,22 +176,26 @@ class S3Store:
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         """Sizes of the objects that are there: by listing where many of those listed are asked for, else one by one."""
-        return {key: stored.size for key, stored in self._stored(keys).items()}
+        return {key: found[0] for key, found in self._find(keys).items()}
 
     def _stored(self, keys: Iterable[str]) -> dict[str, Stored]:
+        return {key: Stored._make(found) for key, found in self._find(keys).items()}
+
+    def _find(self, keys: Iterable[str]) -> dict[str, _Found]:
         wanted = sorted(set(keys))
         if len(wanted) <= _PAGE:
-            return self._stored_from(wanted)
+            return self._find_from(wanted)
         # Of the keys in order, so that each listing has a stretch of its own, and none is shorter than a page.
         share = max(_PAGE, -(-len(wanted) // _LISTINGS_AT_ONCE))
         parts = [wanted[start : start + share] for start in range(0, len(wanted), share)]
-        with ThreadPoolExecutor(len(parts)) as pool:
-            return {
-                key: stored for found in in_parallel(pool, self._stored_from, parts) for key, stored in found.items()
-            }
+        with many_objects(), ThreadPoolExecutor(len(parts)) as pool:
+            found: dict[str, _Found] = {}
+            for some in in_parallel(pool, self._find_from, parts):
+                found.update(some)
+            return found
 
-    def _stored_from(self, wanted: builtins.list[str]) -> dict[str, Stored]:
-        found: dict[str, Stored] = {}
+    def _find_from(self, wanted: builtins.list[str]) -> dict[str, _Found]:
+        found: dict[str, _Found] = {}
         while len(wanted) > _HEADS:
             listed, more = self._page(_common(wanted[0], wanted[-1]), wanted[0])
             reached = max(listed) if more and listed else None
@@ -209,14 +214,15 @@ class S3Store:
         head = self._head(key)
         return None if head is None else of_head(head)
 
-    def _page(self, prefix: str, first: str) -> tuple[dict[str, Stored], bool]:
+    def _page(self, prefix: str, first: str) -> tuple[dict[str, _Found], bool]:
         """A page of objects from the key `first` on, and whether there are more."""
         start = self.prefix + first[:-1]  # the listing begins after it
         with self._errors("list", prefix):
             answer = self.client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix + prefix, StartAfter=start)
-        listed = s3_client.listed_objects(answer)
-        page = {name.removeprefix(self.prefix): Stored(size, etag) for name, size, _, etag in listed}
-        return page, bool(answer.get("IsTruncated"))
+        names, sizes, etags = s3_client.listed_objects(answer)
+        keys = [name[len(self.prefix) :] for name in names]
+        found = zip(sizes, etags, itertools.repeat(""), strict=False)
+        return dict(zip(keys, found, strict=True)), bool(answer.get("IsTruncated"))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
@@ -226,8 +232,9 @@ class S3Store:
         with self._errors("list", prefix):
             pages = self.client.get_paginator("list_objects_v2")
             for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix):
-                listed = s3_client.listed_objects(page)
-                found += [ObjectInfo(name.removeprefix(self.prefix), size, at, tag) for name, size, at, tag in listed]
+                names, sizes, etags = s3_client.listed_objects(page)
+                keys = [name[len(self.prefix) :] for name in names]
+                found += map(ObjectInfo, keys, sizes, s3_client.listed_times(page), etags)
         yield from sorted(found, key=lambda info: info.key)  # not every server sorts as S3 does
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str | None:

@@ -32,7 +32,7 @@ CONNECT_SECONDS = 10
 READ_SECONDS = 60
 CONNECTIONS = 32
 LISTED = "HeadraceListed"
-_LISTED_FIELDS = [(name, re.compile(rf"<{name}>([^<]*)</{name}>")) for name in ("Key", "Size", "LastModified", "ETag")]
+_LISTED_FIELDS = [(name, re.compile(rf"<{name}>([^<]*)</{name}>")) for name in ("Key", "Size", "ETag", "LastModified")]
 FAULTS = (aws.ClientError, aws.BotoCoreError)  # what an operation of the client raises
 
 _LOADER = botocore.loaders.create_loader()  # the description of S3 takes 0.15 s to read: once a process
@@ -144,22 +144,30 @@ def _take_listing(response_dict: dict[str, Any], customized_response_dict: dict[
     if any(len(values) != count for values in fields) or "&" in contents:  # a server that says it otherwise
         items = ElementTree.fromstring(f"<l>{contents}</l>")
         fields = [[item.findtext(name, "") for item in items] for name, _ in _LISTED_FIELDS]
-    listed = []
-    for key, size, date, etag in zip(*fields, strict=True):
-        name = unquote_plus(key) if encoded and ("%" in key or "+" in key) else key
-        listed.append((name, int(size), datetime.fromisoformat(date).timestamp(), etag.strip('"')))
+    names, sizes, etags, dates = fields
+    if encoded:
+        names = [unquote_plus(name) if "%" in name or "+" in name else name for name in names]
     response_dict["body"] = body[:begin] + body[end:]
-    customized_response_dict[LISTED] = listed
+    customized_response_dict[LISTED] = names, list(map(int, sizes)), [etag.strip('"') for etag in etags], dates
 
 
-def listed_objects(answer: dict[str, Any]) -> list[tuple[str, int, float, str]]:
-    """Name, size, time of change (unix seconds) and ETag of the objects of one page of a listing."""
+def listed_objects(answer: dict[str, Any]) -> tuple[list[str], list[int], list[str]]:
+    """Names, sizes and ETags of the objects of one page of a listing, in its order."""
+    names, sizes, etags, _ = answer.get(LISTED) or _read_by_botocore(answer)
+    return names, sizes, etags
+
+
+def listed_times(answer: dict[str, Any]) -> list[float]:
+    """The times of change (unix seconds) of the objects of one page of a listing, in its order."""
     if LISTED in answer:
-        return list(answer[LISTED])
-    return [
-        (item["Key"], int(item["Size"]), item["LastModified"].timestamp(), str(item.get("ETag", "")).strip('"'))
-        for item in answer.get("Contents", [])
-    ]
+        return [datetime.fromisoformat(date).timestamp() for date in answer[LISTED][3]]
+    return [item["LastModified"].timestamp() for item in answer.get("Contents", [])]
+
+
+def _read_by_botocore(answer: dict[str, Any]) -> tuple[list[str], list[int], list[str], list[str]]:
+    items = answer.get("Contents", [])
+    etags = [str(item.get("ETag", "")).strip('"') for item in items]
+    return [item["Key"] for item in items], [int(item["Size"]) for item in items], etags, []
 
 
 def encryption() -> dict[str, str]:

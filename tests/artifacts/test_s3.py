@@ -263,7 +263,7 @@ def test_etags_that_are_no_md5_make_nothing_be_sent_again(tmp_path: Path, s3_url
     listed = s3_client.listed_objects
     begun = len(through.requests)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s3_client, "listed_objects", lambda page: [(*item[:3], "0" * 32) for item in listed(page)])
+        patch.setattr(s3_client, "listed_objects", lambda page: (*listed(page)[:2], ["0" * 32] * len(listed(page)[0])))
         assert publish(store, tmp_path / "in", "dataset") == digest
     methods = [method for method, _, _ in through.requests[begun:]]
     assert [method for method in methods if method in ("PUT", "POST")] == []
