@@ -228,7 +228,7 @@ class S3Store:
         folder = prefix.rpartition("/")[0]
         if folder:
             check_path(folder)
-        found = []
+        found: builtins.list[ObjectInfo] = []
         with self._errors("list", prefix):
             pages = self.client.get_paginator("list_objects_v2")
             for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix):
