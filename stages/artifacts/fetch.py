@@ -9,19 +9,15 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
 from stages.artifacts.cache import BlobCache, WrongBytes, open_cache, room_for
 from stages.artifacts.manifest import MAX_BYTES, FileEntry, Manifest, check_digest, manifest_key, sha256_hex
-from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, in_parallel, remove_folder
+from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, in_parallel_by_size, remove_folder
 from stages.os_errors import explained
 
 SUMS = "SHA256SUMS"
-FILES_AT_ONCE = 4
-_SMALL = 1 << 20  # bytes; of smaller files there are more on the way at once
-_SMALL_AT_ONCE = 16
 _REMEMBERED_BYTES = 32 << 20  # of a manifest that is remembered
 
 
@@ -93,11 +89,7 @@ def _fetch(store: Store, digest: str, manifest: Manifest, folder: Path, *, sums:
         def copy(entry: FileEntry) -> None:
             copy_blob(store, entry, partial / entry.path, f"artifact {digest}", cache=cache, link=link)
 
-        large = [entry for entry in manifest.files if entry.size > _SMALL]
-        small = [entry for entry in manifest.files if entry.size <= _SMALL]
-        for entries, at_once in ((large, FILES_AT_ONCE), (small, _SMALL_AT_ONCE)):
-            with ThreadPoolExecutor(at_once) as pool:
-                in_parallel(pool, copy, entries)
+        in_parallel_by_size(copy, manifest.files, lambda entry: entry.size)
         if sums:
             lines = (f"{entry.sha256}  {entry.path}\n" for entry in manifest.files)
             (partial / SUMS).write_text("".join(lines), encoding="utf-8")

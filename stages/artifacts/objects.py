@@ -19,7 +19,6 @@ import os
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,16 +27,13 @@ from typing import TYPE_CHECKING
 from stages.artifacts.cache import BlobCache, open_cache, room_for
 from stages.artifacts.hash_cache import HashCache
 from stages.artifacts.manifest import FileEntry
-from stages.artifacts.store import Damaged, StoreError, in_parallel, remove_folder
+from stages.artifacts.store import Damaged, StoreError, in_parallel_by_size, remove_folder
 from stages.os_errors import explained
 
 if TYPE_CHECKING:
     from stages.artifacts.s3 import S3Store
 
 SCHEME = "s3://"
-_SMALL = 1 << 20  # bytes; of smaller objects there are more on the way at once
-_AT_ONCE = 4
-_SMALL_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -189,10 +185,8 @@ def hash_objects(objects: Sequence[DataObject], hashes: HashCache | None) -> lis
     if not unknown:
         return [found[item] for item in objects]
     cache = room_for(open_cache(), [FileEntry(item.url, item.size, item.url) for item in unknown])
-    for small in (False, True):
-        items = [item for item in unknown if (item.size <= _SMALL) == small]
-        with ThreadPoolExecutor(_SMALL_AT_ONCE if small else _AT_ONCE) as pool:
-            found.update(zip(items, in_parallel(pool, lambda item: item.read(cache), items), strict=True))
+    read = in_parallel_by_size(lambda item: item.read(cache), unknown, lambda item: item.size)
+    found.update(zip(unknown, read, strict=True))
     if hashes is not None:
         for item in unknown:
             item.remember(hashes, found[item][0])
