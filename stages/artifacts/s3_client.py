@@ -151,23 +151,20 @@ def _take_listing(response_dict: dict[str, Any], customized_response_dict: dict[
     customized_response_dict[LISTED] = names, list(map(int, sizes)), [etag.strip('"') for etag in etags], dates
 
 
-def listed_objects(answer: dict[str, Any]) -> tuple[list[str], list[int], list[str]]:
-    """Names, sizes and ETags of the objects of one page of a listing, in its order."""
-    names, sizes, etags, _ = answer.get(LISTED) or _read_by_botocore(answer)
-    return names, sizes, etags
-
-
-def listed_times(answer: dict[str, Any]) -> list[float]:
-    """The times of change (unix seconds) of the objects of one page of a listing, in its order."""
+def listed_objects(answer: dict[str, Any]) -> tuple[list[str], list[int], list[str], list[Any]]:
+    """Names, sizes, ETags and times of change (for `time_of`) of the objects of one page of a listing, in its order."""
     if LISTED in answer:
-        return [datetime.fromisoformat(date).timestamp() for date in answer[LISTED][3]]
-    return [item["LastModified"].timestamp() for item in answer.get("Contents", [])]
-
-
-def _read_by_botocore(answer: dict[str, Any]) -> tuple[list[str], list[int], list[str], list[str]]:
+        names, sizes, etags, times = answer[LISTED]
+        return names, sizes, etags, times
     items = answer.get("Contents", [])
     etags = [str(item.get("ETag", "")).strip('"') for item in items]
-    return [item["Key"] for item in items], [int(item["Size"]) for item in items], etags, []
+    times = [item["LastModified"] for item in items]
+    return [item["Key"] for item in items], [int(item["Size"]) for item in items], etags, times
+
+
+def time_of(said: str | datetime) -> float:
+    """The time of change of an object (unix seconds), as a listing or a look at one object states it."""
+    return (datetime.fromisoformat(said) if isinstance(said, str) else said).timestamp()
 
 
 def encryption() -> dict[str, str]:
