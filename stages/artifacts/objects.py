@@ -19,7 +19,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 from stages.artifacts.cache import BlobCache, open_cache, room_for
 from stages.artifacts.hash_cache import HashCache
 from stages.artifacts.manifest import FileEntry
-from stages.artifacts.store import Damaged, StoreError, in_parallel_by_size, remove_folder
+from stages.artifacts.store import Damaged, StoreError, in_parallel_by_size
+from stages.artifacts.temporary import folder_in
 from stages.os_errors import explained
 
 if TYPE_CHECKING:
@@ -88,12 +89,7 @@ class DataObject:
         """
         entry = FileEntry(self.key, self.size, sha256)
         scratch = os.environ.get("HEADRACE_SCRATCH") or tempfile.gettempdir()
-        folder = Path(scratch, f"headrace-{uuid.uuid4().hex}")
-        try:
-            folder.mkdir(parents=True)
-        except OSError as error:
-            raise StoreError(f"cannot write {folder}: {explained(error)}") from error
-        try:
+        with _fetched_in(Path(scratch)) as folder:
             path = folder / "data"
             cache = open_cache()
             if cache is None or not cache.take(entry, path, link=True):
@@ -101,8 +97,6 @@ class DataObject:
                 if found != (sha256, self.size):
                     raise Damaged(f"{self.url} has other bytes than a moment ago; try again")
             yield path
-        finally:
-            remove_folder(folder)
 
     def remember(self, hashes: HashCache, sha256: str) -> None:
         """Let `known` find the SHA-256 (hex) next time."""
@@ -111,6 +105,16 @@ class DataObject:
     @property
     def _address(self) -> str:
         return f"{self.place.address}/{self.key}"
+
+
+@contextmanager
+def _fetched_in(scratch: Path) -> Iterator[Path]:
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(folder_in(scratch, "headrace-"))
+        except OSError as error:
+            raise StoreError(f"cannot write {scratch}: {explained(error)}") from error
+        yield folder
 
 
 def size_of(file: Path | DataObject) -> int:
