@@ -25,6 +25,7 @@ from botocore.config import Config
 from botocore.handlers import add_expect_header
 
 from stages.artifacts.manifest import check_path
+from stages.artifacts.patience import patiently
 from stages.artifacts.store import Damaged, FullStore, NotInStore, ReadOnlyStore, StoreError
 
 ATTEMPTS = 8  # with adaptive waiting in between: about a minute of SlowDown or of a lost network
@@ -121,9 +122,46 @@ def make_client(session: botocore.session.Session | None = None, *, patient: boo
     for operation in ("PutObject", "UploadPart"):
         # Waiting for "100 Continue" costs a round trip for each object, and servers that never say it a second.
         client.meta.events.unregister(f"before-call.s3.{operation}", add_expect_header)
+    if patient:
+        _wait_where_runs_do(client)
     # With the first "*" it comes before botocore's own look for errors, which parses the whole listing once more.
     client.meta.events.register("before-parse.*.ListObjectsV2", _take_listing)
     return client
+
+
+def _wait_where_runs_do(client: Any) -> None:
+    """Let calls wait for a server that is away, after botocore's own attempts, in processes that do (`patience`)."""
+    call = client._make_api_call
+
+    def patient_call(operation: str, parameters: dict[str, Any]) -> Any:
+        body = parameters.get("Body")
+        tried = False
+
+        def again() -> None:
+            nonlocal tried
+            tried = True
+            if body is not None and hasattr(body, "seek"):
+                body.seek(0)
+
+        try:
+            return patiently(lambda: call(operation, parameters), is_away, f"{endpoint(client)} (S3)", again)
+        except aws.ClientError as error:
+            if tried:  # for `may_have_happened`
+                metadata = error.response.setdefault("ResponseMetadata", {})
+                metadata["RetryAttempts"] = metadata.get("RetryAttempts", 0) + 1
+            raise
+
+    client._make_api_call = patient_call
+
+
+def is_away(error: Exception) -> bool:
+    """Whether an error says that the server cannot be reached or is overloaded, which time may mend."""
+    if isinstance(error, aws.ClientError):
+        return status(error) in (429, 500, 502, 503, 504) or error_code(error) in _BUSY
+    if isinstance(getattr(error, "kwargs", {}).get("error"), StoreError):  # of the file that was being sent
+        return False
+    away = (aws.EndpointConnectionError, aws.ConnectTimeoutError, aws.ProxyConnectionError, aws.HTTPClientError)
+    return isinstance(error, away) and not isinstance(error, aws.SSLError)
 
 
 def _take_listing(response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: Any) -> None:

@@ -203,7 +203,9 @@ class Walk:
             self.look(where)
         if not verb.whole():
             self.wrong.append(f"{where}: what it was to make is there in part")
-        if kind == "run":
+        if kind == "run" or (
+            kind == "pull" and (self.folder / "pulled").exists()
+        ):  # whole: it refuses to go there again
             return
         begun = time.monotonic()
         code, said = self.run(verb.arguments)

@@ -1,4 +1,4 @@
-"""Every verb that writes, killed at random moments, on a folder and on S3 with a server that is killed too (`kills`)."""
+"""Every verb that writes, killed at random moments, on a folder and on S3, whose server is killed too (`kills`)."""
 
 from __future__ import annotations
 
