@@ -43,6 +43,8 @@ from stages.artifacts import (
     read_result,
     redact,
     redact_event,
+    stop_waiting,
+    wait_for_stores,
     write_result,
     write_run,
 )
@@ -208,6 +210,7 @@ class Execution:
 
     def begin(self) -> None:
         """Write the run's document and say which steps wait."""
+        wait_for_stores()
         record_killed(self.plan.store, self._scratch.sweep())
         write_run(self.plan.store, self._document)
         for planned in self.plan.steps:
@@ -225,6 +228,7 @@ class Execution:
     def stop(self, *, kill: bool = False) -> None:
         """Stop the run: nothing is started any more; running stages save and end, or are killed. Returns at once."""
         self._stopping.set()
+        stop_waiting()
         with self._lock:
             self._killing = self._killing or kill
             handles = list(self._handles.values())

@@ -46,6 +46,7 @@ from stages.artifacts import (
     read_manifest,
     read_result,
     result_key,
+    wait_for_stores,
     write_result,
 )
 from stages.artifacts.store import remove_folder
@@ -172,6 +173,7 @@ def _attempt(spec: StageSpec, scratch: Path, emit: EventStream, stop: StopFlag, 
     _extend_path(spec.python_path)
     config = _config(spec)
     code = check_code(spec, config)
+    wait_for_stores(lambda text: emit({"type": "log", "level": "warning", "text": text}))
     store = open_store(spec.store)
     turn = _take_turn(spec, store, emit, stop)
     if isinstance(turn, Result):

@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 # What to do with a request: "pass", "slow down", "cut request", "cut answer", "lose answer", "freeze",
-# "flip" (a bit of the answer), "accept" (say that it is done, whatever the server said), or ("error", status, code).
+# "flip" (a bit of the answer), "accept" (say that it is done, whatever the server said), ("error", status, code), or
+# ("answer", status, body).
 Fault = Any
 Choose = Callable[[str, str, int], Fault]  # method, path with query, number of the request (from 0)
 
@@ -62,6 +63,9 @@ class Proxy:
                     _, status, code = fault[:3]
                     text = f"<Error><Code>{code}</Code><Message>as the test wants</Message></Error>".encode()
                     self._answer(status, dict(fault[3]) if len(fault) > 3 else {}, text)
+                    return
+                if isinstance(fault, tuple) and fault[0] == "answer":
+                    self._answer(fault[1], {}, fault[2].encode())
                     return
                 connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
                 try:

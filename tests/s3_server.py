@@ -30,6 +30,8 @@ class Server:
 
     process: subprocess.Popen[bytes]
     endpoint: str
+    command: list[str]
+    folder: Path
 
     @property
     def environment(self) -> dict[str, str]:
@@ -46,6 +48,11 @@ class Server:
     def stop(self) -> None:
         self.process.kill()  # nothing that it keeps is needed
         self.process.wait()
+
+    def start_again(self) -> None:
+        """Start it once more after it was stopped, at the same address and with the same data."""
+        self.process = _run(self.command, self.folder)
+        _wait(self)
 
 
 def binary() -> Path:
@@ -80,16 +87,23 @@ def _start(folder: Path) -> Server:
     command = [str(binary()), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-filer"]
     command += [f"-s3.config={config}", "-s3.autoCreateBucket=false", "-master.telemetry=false", "-volume.max=100"]
     command += ["-master.volumeSizeLimitMB=256", *(f"-{name}={port}" for name, port in ports.items())]
-    log = open(folder / "server.log", "wb")  # noqa: SIM115 (the server's for as long as it lives)
-    process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, preexec_fn=_end_with_parent)
-    server = Server(process, f"http://127.0.0.1:{ports['s3.port']}")
+    server = Server(_run(command, folder), f"http://127.0.0.1:{ports['s3.port']}", command, folder)
+    _wait(server)
+    return server
+
+
+def _run(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
+    log = open(folder / "server.log", "ab")  # noqa: SIM115 (the server's for as long as it lives)
+    return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, preexec_fn=_end_with_parent)
+
+
+def _wait(server: Server) -> None:
     limit = time.monotonic() + 90
     while not _answers(server.endpoint):
-        if process.poll() is not None or time.monotonic() > limit:
-            process.kill()
-            raise RuntimeError(f"the S3 server did not start: {(folder / 'server.log').read_text()[-2000:]}")
+        if server.process.poll() is not None or time.monotonic() > limit:
+            server.process.kill()
+            raise RuntimeError(f"the S3 server did not start: {(server.folder / 'server.log').read_text()[-2000:]}")
         time.sleep(0.1)
-    return server
 
 
 def _identity(name: str, keys: tuple[str, str], actions: list[str]) -> dict[str, object]:

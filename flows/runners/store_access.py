@@ -20,7 +20,7 @@ from stages.artifacts import FolderStore, Store
 
 EXTRA = "HEADRACE_STAGE_ENV"
 
-_ALWAYS = ("HEADRACE_LEASE_SECONDS", "TZ")
+_ALWAYS = ("HEADRACE_LEASE_SECONDS", "HEADRACE_STORE_WAIT", "TZ")
 _TRACKERS = {
     "tensorboard": ("TENSORBOARD_LOGGING_DIR",),
     "wandb": ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT", "WANDB_MODE"),

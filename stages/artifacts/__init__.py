@@ -13,6 +13,7 @@ from stages.artifacts.leases import Lease, LeaseLost, LeaseRecord, acquire, leas
 from stages.artifacts.manifest import FileEntry, Manifest, canonical_json, check_digest, check_path
 from stages.artifacts.nights import SEEN, Night, Nights, read_nights, write_night
 from stages.artifacts.objects import DataObject, find_objects, size_of
+from stages.artifacts.patience import stop_waiting, wait_for_stores
 from stages.artifacts.publish import files_below, import_files, manifest_of, publish
 from stages.artifacts.reach import ancestors
 from stages.artifacts.refs import Move, Ref, check_ref_name, promote, read_ref, ref_names, refs, rollback
@@ -111,10 +112,12 @@ __all__ = [
     "rollback",
     "run_names",
     "size_of",
+    "stop_waiting",
     "usage",
     "verify_all",
     "verify_artifact",
     "verify_artifacts",
+    "wait_for_stores",
     "write_night",
     "write_result",
     "write_run",

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-import uuid
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
 from stages.artifacts.cache import BlobCache, WrongBytes, open_cache, room_for
 from stages.artifacts.manifest import MAX_BYTES, FileEntry, Manifest, check_digest, manifest_key, sha256_hex
-from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, in_parallel, remove_folder
+from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, in_parallel_by_size
+from stages.artifacts.temporary import folder_in
 from stages.os_errors import explained
 
 SUMS = "SHA256SUMS"
-FILES_AT_ONCE = 4
-_SMALL = 1 << 20  # bytes; of smaller files there are more on the way at once
-_SMALL_AT_ONCE = 16
 _REMEMBERED_BYTES = 32 << 20  # of a manifest that is remembered
 
 
@@ -81,31 +77,24 @@ def _fetch(store: Store, digest: str, manifest: Manifest, folder: Path, *, sums:
     folder = Path(os.path.abspath(folder))
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise StoreError(f"{folder} is there already and not an empty folder; give another")
-    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:
-        partial.mkdir(parents=True)
-        for parent in {(partial / entry.path).parent for entry in manifest.files}:
-            parent.mkdir(parents=True, exist_ok=True)
-        cache = room_for(open_cache(), manifest.files) if store.remote else None
-        if cache is not None:
-            cache.keep_manifest(check_digest(digest), manifest.to_json())
+        with folder_in(folder.parent, f".{folder.name}.") as partial:
+            for parent in {(partial / entry.path).parent for entry in manifest.files}:
+                parent.mkdir(parents=True, exist_ok=True)
+            cache = room_for(open_cache(), manifest.files) if store.remote else None
+            if cache is not None:
+                cache.keep_manifest(check_digest(digest), manifest.to_json())
 
-        def copy(entry: FileEntry) -> None:
-            copy_blob(store, entry, partial / entry.path, f"artifact {digest}", cache=cache, link=link)
+            def copy(entry: FileEntry) -> None:
+                copy_blob(store, entry, partial / entry.path, f"artifact {digest}", cache=cache, link=link)
 
-        large = [entry for entry in manifest.files if entry.size > _SMALL]
-        small = [entry for entry in manifest.files if entry.size <= _SMALL]
-        for entries, at_once in ((large, FILES_AT_ONCE), (small, _SMALL_AT_ONCE)):
-            with ThreadPoolExecutor(at_once) as pool:
-                in_parallel(pool, copy, entries)
-        if sums:
-            lines = (f"{entry.sha256}  {entry.path}\n" for entry in manifest.files)
-            (partial / SUMS).write_text("".join(lines), encoding="utf-8")
-        os.rename(partial, folder)
+            in_parallel_by_size(copy, manifest.files, lambda entry: entry.size)
+            if sums:
+                lines = (f"{entry.sha256}  {entry.path}\n" for entry in manifest.files)
+                (partial / SUMS).write_text("".join(lines), encoding="utf-8")
+            os.rename(partial, folder)
     except OSError as error:
         raise StoreError(f"cannot write {folder}: {explained(error)}") from error
-    finally:
-        remove_folder(partial)
 
 
 def copy_blob(

@@ -113,11 +113,16 @@ class FolderStore:
             return None
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
-        """Sizes of the objects that are there. Folder by folder, for the way to a file takes most of a look at it."""
+        return {key: stat.st_size for key, stat in self._stats(keys)}
+
+    def infos(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
+        return {key: ObjectInfo(key, stat.st_size, stat.st_mtime, file_mark(stat)) for key, stat in self._stats(keys)}
+
+    def _stats(self, keys: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
+        """Of the objects that are there. Folder by folder, for the way to a file takes most of a look at it."""
         folders: dict[str, builtins.list[str]] = {}
         for key in keys:
             folders.setdefault(key.rpartition("/")[0], []).append(key)
-        found: dict[str, int] = {}
         for folder, inside in folders.items():
             try:
                 descriptor = os.open(self._path(folder) if folder else self.root, os.O_RDONLY | os.O_DIRECTORY)
@@ -128,13 +133,12 @@ class FolderStore:
                     self.size(key)  # says what is wrong
                 raise
             try:
-                found.update(self._sizes_in(descriptor, len(folder) + 1 if folder else 0, inside))
+                yield from self._stats_in(descriptor, len(folder) + 1 if folder else 0, inside)
             finally:
                 os.close(descriptor)
-        return found
 
-    def _sizes_in(self, folder: int, start: int, keys: Iterable[str]) -> Iterator[tuple[str, int]]:
-        """Sizes of objects of one open folder; `start` is where its files' names begin in their keys."""
+    def _stats_in(self, folder: int, start: int, keys: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
+        """Of objects of one open folder; `start` is where its files' names begin in their keys."""
         for key in keys:
             name = key[start:]
             if name in ("", ".", ".."):
@@ -147,7 +151,7 @@ class FolderStore:
                 self.size(key)  # says what is wrong
                 raise
             if S_ISREG(stat.st_mode):
-                yield key, stat.st_size
+                yield key, stat
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder, _, _ = prefix.rpartition("/")
@@ -323,6 +327,10 @@ class FolderStore:
                 folder.rmdir()
             except OSError:
                 break
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.delete(key)
 
     def leftovers(self, older_than: float, *, remove: bool = False) -> builtins.list[ObjectInfo]:
         limit = time.time() - older_than

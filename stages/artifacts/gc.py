@@ -11,8 +11,9 @@ Invariants:
 - A gc that removes things holds a lease of its own, taken before it marks: there is one at a time. Whoever publishes
   looks for it once the manifest is there. Where there is none, a later gc will see the manifest; where there is one, it
   may have condemned an old blob that the publisher found in the store, so the publisher puts its blobs again.
-- Each object is looked at again right before it is removed: its age, and, once the last look is a moment old, all
-  marks.
+- Each object is looked at again right before it is removed: its age, and, once the last look is a moment old or a ref
+  was moved, all marks. Manifests, blobs and logs are looked at and removed a thousand at a time; whoever needs to know
+  that this is over (`outwait_gc`) sees it in the lease.
 - What points goes before what it points to: killed at any moment, no artifact is visible in part.
 - A result, its progress and its lease are removed under the lease on the key: never while a stage computes it.
 - A ref, night, result, run, lease or marked manifest that cannot be read stops everything: what it names cannot be
@@ -29,7 +30,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 from stages.artifacts.fetch import read_manifest
-from stages.artifacts.leases import GC_KEY, LeaseRecord, acquire, read_lease
+from stages.artifacts.leases import GC_KEY, GC_STEP, Lease, LeaseRecord, acquire, read_lease
 from stages.artifacts.manifest import manifest_key
 from stages.artifacts.nights import all_nights
 from stages.artifacts.reach import Making, by_artifact, makings
@@ -41,6 +42,7 @@ from stages.artifacts.store import NotInStore, ObjectInfo, Store, StoreError
 RETENTION = 30 * 86400.0
 GRACE = 86400.0
 _KEPT_MOVES = 5  # of each ref's history, what a rollback may want
+_AT_ONCE = 1000  # objects that are looked at and removed together
 _LOOK_AGAIN = 1.0  # seconds after which marks are old, and at least four times what marking takes
 
 
@@ -121,137 +123,158 @@ def collect(
     if not 0 <= grace <= retention:
         raise ValueError(f"a grace period of {grace:,.0f} s does not fit a retention of {retention:,.0f} s")
     if not delete:
-        return _sweep(store, False, retention, grace, removed)
+        return _sweep(store, None, retention, grace, removed)
     busy: list[LeaseRecord] = []
-    lease = acquire(store, GC_KEY, stage="gc", step="gc", run="gc", on_wait=busy.append, give_up=lambda: True)
+    lease = acquire(store, GC_KEY, stage="gc", step=GC_STEP, run="gc", on_wait=busy.append, give_up=lambda: True)
     if lease is None:
         where = f"process {busy[-1].pid} on {busy[-1].host}"
         raise StoreError(f"another gc of store {store.url} is running ({where}); wait for its end")
     try:
-        return _sweep(store, True, retention, grace, removed)
+        return _sweep(store, lease, retention, grace, removed)
     finally:
         lease.release(remove=True)
 
 
 def _sweep(
-    store: Store, delete: bool, retention: float, grace: float, removed: Callable[[Garbage], None]
+    store: Store, lease: Lease | None, retention: float, grace: float, removed: Callable[[Garbage], None]
 ) -> Collection:
-    look = _Look(store, retention, grace)
-    found = Collection(kept=len(look.marks.artifacts), deleted=delete)
+    look = _Look(store, lease, retention, grace)
+    found = Collection(kept=len(look.marks.artifacts), deleted=lease is not None)
     for items in (look.results, look.runs, look.manifests, look.blobs, look.work, look.leases):
-        for item, sure in list(items()):
-            if not delete:
-                found.garbage.append(item)
-            elif sure():
-                found.garbage.append(item)
-                removed(item)
-            else:
-                found.spared.append(item)
-    for left in store.leftovers(max(grace, 1.0), remove=delete):
+        condemned = list(items())
+        if lease is None:
+            found.garbage += [each.item for each in condemned]
+            continue
+        for start in range(0, len(condemned), _AT_ONCE):
+            for item, gone in look.remove(condemned[start : start + _AT_ONCE]):
+                (found.garbage if gone else found.spared).append(item)
+                if gone:
+                    removed(item)
+    for left in store.leftovers(max(grace, 1.0), remove=lease is not None):
         item = Garbage(left.key, left.size, "left by a killed writer")
         found.garbage.append(item)
-        if delete:
+        if lease is not None:
             removed(item)
     return found
 
 
-_Sure = tuple[Garbage, Callable[[], bool]]  # garbage, and what looks at it again and removes it (or answers False)
+@dataclass(frozen=True)
+class _Condemned:
+    """Garbage of a first look.
+
+    Attributes:
+        needed: whether the marks of a later look keep it.
+        seconds: how old it must be.
+        stage_key: under whose lease it is removed, if under one.
+    """
+
+    item: Garbage
+    needed: Callable[[_Marks], bool]
+    seconds: float
+    stage_key: str = ""
 
 
 class _Look:
     """The state of the store as it was seen last, and what of it is garbage."""
 
-    def __init__(self, store: Store, retention: float, grace: float) -> None:
-        self._store, self._retention, self._grace = store, retention, grace
+    def __init__(self, store: Store, lease: Lease | None, retention: float, grace: float) -> None:
+        self._store, self._lease, self._retention, self._grace = store, lease, retention, grace
         self._manifests: dict[str, set[str]] = {}  # digest -> keys of its blobs; content never changes
+        self._looks = 0
         self._mark()
 
     def _mark(self) -> None:
         begun = time.monotonic()
         self.now = self._store.now()
+        self._refs = self._refs_now()
         self.marks = _mark(self._store, self.now, self._retention, self._grace, self._manifests)
         self._made = time.monotonic()
         self._took = self._made - begun
 
+    def _refs_now(self) -> list[ObjectInfo]:
+        return list(self._store.list("refs/"))
+
     def _fresh(self) -> _Marks:
-        if time.monotonic() - self._made > max(_LOOK_AGAIN, 4 * self._took):
+        # Moving a ref needs no time to prepare, so refs are looked at each time.
+        if time.monotonic() - self._made > max(_LOOK_AGAIN, 4 * self._took) or self._refs_now() != self._refs:
             self._mark()
         return self.marks
 
     def _old(self, info: ObjectInfo, seconds: float) -> bool:
         return self.now - info.modified >= seconds
 
-    def _remove(self, key: str, needed: Callable[[_Marks], bool], seconds: float) -> bool:
-        """The second look: remove an object unless it is needed or young by now. Whether it was removed."""
-        if needed(self._fresh()):
-            return False
-        info = next((info for info in self._store.list(key) if info.key == key), None)
-        if info is None or not self._old(info, seconds):
-            return False
-        self._store.delete(key)
-        return True
+    def remove(self, condemned: list[_Condemned]) -> Iterator[tuple[Garbage, bool]]:
+        """The second look: remove what is not needed and still old. Each, and whether it was removed."""
+        for each in condemned:
+            if each.stage_key:
+                yield each.item, self._remove_under_lease(each)
+        together = [each for each in condemned if not each.stage_key]
+        if together:
+            gone = self._remove_together(together)
+            yield from ((each.item, each.item.key in gone) for each in together)
 
-    def _remove_under_lease(self, stage_key: str, key: str, needed: Callable[[_Marks], bool], seconds: float) -> bool:
-        """`_remove` for what belongs to a stage key, while no stage can compute it."""
-        lease = acquire(self._store, stage_key, stage="gc", step="gc", run="gc", give_up=lambda: True)
+    def _remove_together(self, condemned: list[_Condemned]) -> set[str]:
+        assert self._lease is not None
+        self._looks += 1
+        self._lease.tell(f"{GC_STEP} {self._looks}")
+        marks = self._fresh()
+        infos = self._store.infos([each.item.key for each in condemned if not each.needed(marks)])
+        limits = {each.item.key: each.seconds for each in condemned}
+        gone = {key for key, info in infos.items() if self._old(info, limits[key])}
+        self._lease.check()  # or nobody would have waited for this
+        self._store.delete_many([each.item.key for each in condemned if each.item.key in gone])
+        self._lease.tell(GC_STEP)
+        return gone
+
+    def _remove_under_lease(self, condemned: _Condemned) -> bool:
+        """While no stage can compute the key that it belongs to."""
+        lease = acquire(self._store, condemned.stage_key, stage="gc", step="gc", run="gc", give_up=lambda: True)
         if lease is None:
             return False
         try:
-            return self._remove(key, needed, seconds)
+            key = condemned.item.key
+            if key == f"leases/{condemned.stage_key}.json":  # it goes as it is released
+                return True
+            if condemned.needed(self._fresh()):
+                return False
+            info = self._store.infos([key]).get(key)
+            if info is None or not self._old(info, condemned.seconds):
+                return False
+            self._store.delete(key)
+            return True
         finally:
             lease.release(remove=True)
 
-    def results(self) -> Iterator[_Sure]:
+    def results(self) -> Iterator[_Condemned]:
         for info in self._store.list("results/"):
             match = re.fullmatch(r"results/[^/]+/([0-9a-f]{8,64})\.json", info.key)
             if match and info.key not in self.marks.results and self._old(info, self._grace):
                 item = Garbage(info.key, info.size, "result: old, and nothing needs it")
-                yield item, partial(self._remove_result, info.key, match[1])
+                yield _Condemned(item, partial(_needs_result, info.key, match[1]), self._grace, match[1])
 
-    def _remove_result(self, key: str, stage_key: str) -> bool:
-        def needed(marks: _Marks) -> bool:
-            return key in marks.results or stage_key in marks.busy
-
-        return self._remove_under_lease(stage_key, key, needed, self._grace)
-
-    def runs(self) -> Iterator[_Sure]:
+    def runs(self) -> Iterator[_Condemned]:
         for prefix in ("runs/", "logs/"):
             for info in self._store.list(prefix):
                 name = info.key.split("/")[1]
                 run = name.removesuffix(".json") if prefix == "runs/" else name
-                kept = self.marks.runs | (self.marks.logs if prefix == "logs/" else set())
-                if run not in kept and self._old(info, self._retention):
+                needed = partial(_needs_log if prefix == "logs/" else _needs_run, run)
+                if not needed(self.marks) and self._old(info, self._retention):
                     item = Garbage(info.key, info.size, "run: old, and nothing that it made is kept")
-                    yield item, partial(self._remove_run, info.key, run)
+                    yield _Condemned(item, needed, self._retention)
 
-    def _remove_run(self, key: str, run: str) -> bool:
-        def needed(marks: _Marks) -> bool:
-            return run in marks.runs or (key.startswith("logs/") and run in marks.logs)
-
-        return self._remove(key, needed, self._retention)
-
-    def manifests(self) -> Iterator[_Sure]:
+    def manifests(self) -> Iterator[_Condemned]:
         for info, digest in _manifests(self._store):
             if digest not in self.marks.artifacts and self._old(info, self._grace):
                 item = Garbage(info.key, info.size, "manifest of an artifact that nothing names")
-                yield item, partial(self._remove_manifest, info.key, digest)
+                yield _Condemned(item, partial(_needs_artifact, digest), self._grace)
 
-    def _remove_manifest(self, key: str, digest: str) -> bool:
-        # Moving a ref needs no time to prepare, so refs are read each time.
-        if any(digest == ref.artifact for ref in refs(self._store)):
-            return False
-        return self._remove(key, lambda marks: digest in marks.artifacts, self._grace)
-
-    def blobs(self) -> Iterator[_Sure]:
+    def blobs(self) -> Iterator[_Condemned]:
         for info in self._store.list("blobs/"):
             if info.key not in self.marks.blobs and self._old(info, self._grace):
                 item = Garbage(info.key, info.size, "blob of no artifact that is kept")
-                yield item, partial(self._remove_blob, info.key)
+                yield _Condemned(item, partial(_needs_blob, info.key), self._grace)
 
-    def _remove_blob(self, key: str) -> bool:
-        return self._remove(key, lambda marks: key in marks.blobs, self._grace)
-
-    def work(self) -> Iterator[_Sure]:
+    def work(self) -> Iterator[_Condemned]:
         progress: dict[str, list[ObjectInfo]] = {}
         for info in self._store.list("work/"):
             match = re.match(r"work/([0-9a-f]{8,64})/", info.key)
@@ -264,23 +287,38 @@ class _Look:
                 continue
             why = "progress of a step that is finished" if finished else "progress that nobody went on from"
             for info in infos:  # by key, which has records before the files that they name
-                yield Garbage(info.key, info.size, why), partial(self._remove_work, info.key, stage_key, limit)
+                item = Garbage(info.key, info.size, why)
+                yield _Condemned(item, partial(_is_busy, stage_key), limit, stage_key)
 
-    def _remove_work(self, key: str, stage_key: str, limit: float) -> bool:
-        return self._remove_under_lease(stage_key, key, lambda marks: stage_key in marks.busy, limit)
-
-    def leases(self) -> Iterator[_Sure]:
+    def leases(self) -> Iterator[_Condemned]:
         for info, lease in _leases(self._store):
             if lease.key not in self.marks.busy | {GC_KEY} and self._old(info, self._grace):
                 item = Garbage(info.key, info.size, "lease that nobody holds")
-                yield item, partial(self._remove_lease, lease.key)
+                yield _Condemned(item, partial(_is_busy, lease.key), self._grace, lease.key)
 
-    def _remove_lease(self, stage_key: str) -> bool:
-        lease = acquire(self._store, stage_key, stage="gc", step="gc", run="gc", give_up=lambda: True)
-        if lease is None:
-            return False
-        lease.release(remove=True)
-        return True
+
+def _needs_result(key: str, stage_key: str, marks: _Marks) -> bool:
+    return key in marks.results or stage_key in marks.busy
+
+
+def _needs_run(run: str, marks: _Marks) -> bool:
+    return run in marks.runs
+
+
+def _needs_log(run: str, marks: _Marks) -> bool:
+    return run in marks.runs or run in marks.logs
+
+
+def _needs_artifact(digest: str, marks: _Marks) -> bool:
+    return digest in marks.artifacts
+
+
+def _needs_blob(key: str, marks: _Marks) -> bool:
+    return key in marks.blobs
+
+
+def _is_busy(stage_key: str, marks: _Marks) -> bool:
+    return stage_key in marks.busy
 
 
 def _mark(store: Store, now: float, retention: float, grace: float, manifests: dict[str, set[str]]) -> _Marks:

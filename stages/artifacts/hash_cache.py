@@ -15,6 +15,7 @@ from pathlib import Path
 from stages.artifacts.store import StoreError, hash_file
 from stages.os_errors import explained
 
+_LEFT_SECONDS = 3600.0  # after which an unfinished file belongs to nobody
 _SETTLED_NS = 2_000_000_000
 
 
@@ -101,9 +102,18 @@ class HashCache:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(data)
             os.replace(temporary, self.path)
+            self._remove_left()
         except OSError:  # only time is lost
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+    def _remove_left(self) -> None:
+        """Remove what processes left that were killed in `save`."""
+        assert self.path is not None
+        for left in self.path.parent.glob(f"{self.path.name}.*"):
+            with suppress(OSError):
+                if left.stat().st_mtime < time.time() - _LEFT_SECONDS:
+                    left.unlink()
 
 
 def _place(path: Path) -> str:

@@ -36,9 +36,11 @@ from stages.artifacts import processes
 from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, leave_out
 
 GC_KEY = hashlib.sha256(b"gc").hexdigest()  # the key of the lease under which a gc removes things
+GC_STEP = "gc"  # of that lease, while nothing that the gc has looked at waits to be removed
 LEASE_SECONDS = 30.0
 _BEATS = 6  # heartbeats in the time after which a lease expires
 _POLL = 1.0  # seconds between two looks at somebody else's lease, at most
+_GC_POLL = 0.1  # seconds; it removes a thousand objects at once
 _RELEASED_BY_HAND = "delete it if no run of this step is going on"
 
 
@@ -137,6 +139,19 @@ class Lease:
         if self._lost.is_set():
             raise LeaseLost(self._reason)
 
+    def tell(self, step: str) -> None:
+        """Put what is being done into the record, for others who wait for its end. It is there when this returns.
+
+        Raises:
+            LeaseLost: it is not this process's any more.
+            StoreError: the store cannot be written.
+        """
+        with self._lock:
+            while not self._lost.is_set() and self._record.step != step:
+                self._renew(step)
+        if self._lost.is_set():
+            raise LeaseLost(self._reason)
+
     @contextmanager
     def held_still(self) -> Iterator[None]:
         """Keep the thread that renews it, and with it the store, at rest for a moment, so that the process can fork."""
@@ -177,8 +192,9 @@ class Lease:
             except StoreError:  # the store is away: the lease may yet be ours when it is back, and the record says
                 continue
 
-    def _renew(self) -> None:
-        beat = self._record.model_copy(update={"beat": self._record.beat + 1, "renewed": _now()})
+    def _renew(self, step: str | None = None) -> None:
+        changed = {"beat": self._record.beat + 1, "renewed": _now(), "step": step or self._record.step}
+        beat = self._record.model_copy(update=changed)
         tag = self._store.put(_key(beat.key), _dump(beat), if_match=self._tag)
         if tag:
             self._record, self._tag = beat, tag
@@ -310,6 +326,32 @@ def gc_is_running(store: Store) -> bool:
         leave_out(error)
         return True
     return lease is not None and lease.holder is not None and not lease.is_dead()
+
+
+def outwait_gc(store: Store) -> None:
+    """Wait until a gc that runs has removed what it looked at before now, or has ended.
+
+    It states in its lease when it removes what it has looked at, as another `step` each time, and when it does not, as
+    `GC_STEP`. So whatever was put before this call was seen by whatever it removes after it.
+    """
+    first: tuple[str | None, str] | None = None
+    same: tuple[str, float] | None = None  # the tag of its lease, and when it was first seen
+    while True:
+        try:
+            lease, tag = read_tagged(store, GC_KEY)
+        except NotInStore:
+            return
+        except Damaged:  # its holder, if there is one, stops when it renews it
+            time.sleep(lease_seconds() / _BEATS)
+            return
+        first = first or (lease.holder, lease.step)
+        if lease.holder is None or lease.step == GC_STEP or lease.is_dead() or first != (lease.holder, lease.step):
+            return
+        if _expired(lease, tag, same):  # it was killed; woken up, it finds its lease lost before it looks at anything
+            return
+        if same is None or same[0] != tag:
+            same = (tag, time.monotonic())
+        time.sleep(_GC_POLL)
 
 
 def leases(store: Store) -> Iterator[LeaseRecord]:

@@ -19,8 +19,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,16 +27,14 @@ from typing import TYPE_CHECKING
 from stages.artifacts.cache import BlobCache, open_cache, room_for
 from stages.artifacts.hash_cache import HashCache
 from stages.artifacts.manifest import FileEntry
-from stages.artifacts.store import Damaged, StoreError, in_parallel, remove_folder
+from stages.artifacts.store import Damaged, StoreError, in_parallel_by_size
+from stages.artifacts.temporary import folder_in
 from stages.os_errors import explained
 
 if TYPE_CHECKING:
     from stages.artifacts.s3 import S3Store
 
 SCHEME = "s3://"
-_SMALL = 1 << 20  # bytes; of smaller objects there are more on the way at once
-_AT_ONCE = 4
-_SMALL_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -92,12 +89,7 @@ class DataObject:
         """
         entry = FileEntry(self.key, self.size, sha256)
         scratch = os.environ.get("HEADRACE_SCRATCH") or tempfile.gettempdir()
-        folder = Path(scratch, f"headrace-{uuid.uuid4().hex}")
-        try:
-            folder.mkdir(parents=True)
-        except OSError as error:
-            raise StoreError(f"cannot write {folder}: {explained(error)}") from error
-        try:
+        with _fetched_in(Path(scratch)) as folder:
             path = folder / "data"
             cache = open_cache()
             if cache is None or not cache.take(entry, path, link=True):
@@ -105,8 +97,6 @@ class DataObject:
                 if found != (sha256, self.size):
                     raise Damaged(f"{self.url} has other bytes than a moment ago; try again")
             yield path
-        finally:
-            remove_folder(folder)
 
     def remember(self, hashes: HashCache, sha256: str) -> None:
         """Let `known` find the SHA-256 (hex) next time."""
@@ -115,6 +105,16 @@ class DataObject:
     @property
     def _address(self) -> str:
         return f"{self.place.address}/{self.key}"
+
+
+@contextmanager
+def _fetched_in(scratch: Path) -> Iterator[Path]:
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(folder_in(scratch, "headrace-"))
+        except OSError as error:
+            raise StoreError(f"cannot write {scratch}: {explained(error)}") from error
+        yield folder
 
 
 def size_of(file: Path | DataObject) -> int:
@@ -189,10 +189,8 @@ def hash_objects(objects: Sequence[DataObject], hashes: HashCache | None) -> lis
     if not unknown:
         return [found[item] for item in objects]
     cache = room_for(open_cache(), [FileEntry(item.url, item.size, item.url) for item in unknown])
-    for small in (False, True):
-        items = [item for item in unknown if (item.size <= _SMALL) == small]
-        with ThreadPoolExecutor(_SMALL_AT_ONCE if small else _AT_ONCE) as pool:
-            found.update(zip(items, in_parallel(pool, lambda item: item.read(cache), items), strict=True))
+    read = in_parallel_by_size(lambda item: item.read(cache), unknown, lambda item: item.size)
+    found.update(zip(unknown, read, strict=True))
     if hashes is not None:
         for item in unknown:
             item.remember(hashes, found[item][0])

@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from stages.artifacts.fetch import is_complete
 from stages.artifacts.hash_cache import HashCache
-from stages.artifacts.leases import gc_is_running
+from stages.artifacts.leases import gc_is_running, outwait_gc
 from stages.artifacts.manifest import FileEntry, Manifest, blob_key, check_path, manifest_key
 from stages.artifacts.objects import DataObject, hash_objects
 from stages.artifacts.store import NotInStore, Store, StoreError, hash_file, in_parallel
 from stages.os_errors import explained
 
-_GC_SECONDS = 0.5
 _TRIES = 5
 _OBJECTS_AT_ONCE = 4
 
@@ -132,7 +130,7 @@ def _put_again(store: Store, manifest: Manifest, files: dict[str, Path | DataObj
         for entry in manifest.files:
             _put_blob(store, entry.sha256, files[entry.path])
         store.put(manifest_key(manifest.digest), manifest.to_json())
-        time.sleep(_GC_SECONDS)  # what it had looked at just before is removed by now
+        outwait_gc(store)  # what it had looked at just before is removed by now
         if is_complete(store, manifest.digest):
             return
     raise StoreError(f"a gc of store {store.url} removes what is published now; publish again when it has ended")

@@ -12,20 +12,18 @@ Invariants:
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stages.artifacts.fetch import is_complete
-from stages.artifacts.leases import gc_is_running
+from stages.artifacts.leases import outwait_gc
 from stages.artifacts.manifest import check_digest
 from stages.artifacts.secrets import redact
 from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, leave_out
 
 MAX_WHY = 1000
-_GC_SECONDS = 3.0  # what a gc found in a look at the refs is removed by then, or looked at again
 _TRIES = 1000  # each failed try means that another writer has succeeded
 
 
@@ -203,8 +201,7 @@ def _move(
         moved = Ref(name=name, artifact=digest, history=[*(ref.history if ref is not None else []), entry])
         data = moved.model_dump_json(indent=1).encode()
         if store.put(key, data, if_absent=True) if ref is None else store.put(key, data, if_match=tag):
-            if gc_is_running(store):  # it may have looked at the refs before this move, and remove the artifact now
-                time.sleep(_GC_SECONDS)
+            outwait_gc(store)  # it may have looked at the refs before this move, and remove the artifact now
             if not is_complete(store, digest):
                 raise NotInStore(f"artifact {digest} was removed while reference {name} was moved to it; roll it back")
             return moved

@@ -22,7 +22,6 @@ import os
 import random
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,18 +32,17 @@ from stages.artifacts import s3_client, s3_transfer
 from stages.artifacts.manifest import blob_key, check_path, sha256_hex
 from stages.artifacts.s3_bulk import BulkClient, open_bulk
 from stages.artifacts.s3_client import FAULTS, error_code, status
+from stages.artifacts.s3_lookup import HEADS, REQUESTS_AT_ONCE, Found, find
 from stages.artifacts.s3_stored import Stored, has_another_md5, of_head, vouched_for
 from stages.artifacts.s3_transfer import Hashed, base64_of
 from stages.artifacts.store import Damaged, NotInStore, ObjectInfo, StoreError, check_limit, in_parallel, is_segment
 from stages.os_errors import explained
 
 _FILES_AT_ONCE = 4
-_REQUESTS_AT_ONCE = 8
-_LISTINGS_AT_ONCE = 16
 _PUTS_AT_ONCE = 32  # of small files
 _SMALL = 1 << 20  # files up to this size are looked up together, not one by one
-_PAGE = 1000  # objects that one request lists
-_HEADS = 40  # looking up this many objects one by one costs as much as listing a page of 1,000
+_DELETES = 1000  # objects that one request removes
+_NO_MANY = (400, 404, 405, 411, 501)  # what servers answer that do not remove many objects in one request
 _SEGMENT = 256 << 10  # an appended object goes on in another after so many bytes
 _CONFLICTS = 10
 _IN_PARTS = ("blobs/", "work/", "doctor/")  # what may go up in parts; other uploads in the bucket are not ours
@@ -74,6 +72,7 @@ class S3Store:
         self._pid = 0
         self._sse = s3_client.encryption()
         self._small_gets = itertools.count()  # a few are not worth loading another client
+        self._deletes_many = True
         self._appended: dict[str, tuple[str, bytes, str]] = {}
 
     def __repr__(self) -> str:
@@ -175,59 +174,48 @@ class S3Store:
 
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         """Sizes of the objects that are there: by listing where many of those listed are asked for, else one by one."""
-        return {key: stored.size for key, stored in self._stored(keys).items()}
+        return {key: found[0] for key, found in self._find(keys).items()}
+
+    def infos(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
+        return {
+            key: ObjectInfo(key, size, s3_client.time_of(at), etag)
+            for key, (size, etag, _, at) in self._find(keys).items()
+        }
 
     def _stored(self, keys: Iterable[str]) -> dict[str, Stored]:
-        wanted = sorted(set(keys))
-        if len(wanted) <= _PAGE:
-            return self._stored_from(wanted)
-        # Of the keys in order, so that each listing has a stretch of its own, and none is shorter than a page.
-        share = max(_PAGE, -(-len(wanted) // _LISTINGS_AT_ONCE))
-        parts = [wanted[start : start + share] for start in range(0, len(wanted), share)]
-        with ThreadPoolExecutor(len(parts)) as pool:
-            return {
-                key: stored for found in in_parallel(pool, self._stored_from, parts) for key, stored in found.items()
-            }
+        return {key: Stored._make(found[:3]) for key, found in self._find(keys).items()}
 
-    def _stored_from(self, wanted: builtins.list[str]) -> dict[str, Stored]:
-        found: dict[str, Stored] = {}
-        while len(wanted) > _HEADS:
-            listed, more = self._page(_common(wanted[0], wanted[-1]), wanted[0])
-            reached = max(listed) if more and listed else None
-            passed = bisect_right(wanted, reached) if reached is not None else len(wanted)
-            found.update((key, listed[key]) for key in wanted[:passed] if key in listed)
-            wanted = wanted[passed:]
-            if passed < _HEADS:  # the store holds far more than is asked for
-                break
-        if wanted:
-            with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
-                looked_up = zip(wanted, pool.map(self._look_up, wanted), strict=True)
-                found.update((key, stored) for key, stored in looked_up if stored is not None)
-        return found
-
-    def _look_up(self, key: str) -> Stored | None:
+    def _stored_alone(self, key: str) -> Stored | None:
         head = self._head(key)
         return None if head is None else of_head(head)
 
-    def _page(self, prefix: str, first: str) -> tuple[dict[str, Stored], bool]:
-        """A page of objects from the key `first` on, and whether there are more."""
+    def _find(self, keys: Iterable[str]) -> dict[str, Found]:
+        return find(keys, self._page, self._look_up)
+
+    def _look_up(self, key: str) -> Found | None:
+        head = self._head(key)
+        return None if head is None else (*of_head(head), head["LastModified"])
+
+    def _page(self, prefix: str, first: str) -> tuple[dict[str, Found], bool]:
         start = self.prefix + first[:-1]  # the listing begins after it
         with self._errors("list", prefix):
             answer = self.client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix + prefix, StartAfter=start)
-        listed = s3_client.listed_objects(answer)
-        page = {name.removeprefix(self.prefix): Stored(size, etag) for name, size, _, etag in listed}
-        return page, bool(answer.get("IsTruncated"))
+        names, sizes, etags, times = s3_client.listed_objects(answer)
+        keys = [name[len(self.prefix) :] for name in names]
+        found = zip(sizes, etags, itertools.repeat(""), times, strict=False)
+        return dict(zip(keys, found, strict=True)), bool(answer.get("IsTruncated"))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
         if folder:
             check_path(folder)
-        found = []
+        found: builtins.list[ObjectInfo] = []
         with self._errors("list", prefix):
             pages = self.client.get_paginator("list_objects_v2")
             for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix):
-                listed = s3_client.listed_objects(page)
-                found += [ObjectInfo(name.removeprefix(self.prefix), size, at, tag) for name, size, at, tag in listed]
+                names, sizes, etags, times = s3_client.listed_objects(page)
+                keys = [name[len(self.prefix) :] for name in names]
+                found += map(ObjectInfo, keys, sizes, map(s3_client.time_of, times), etags)
         yield from sorted(found, key=lambda info: info.key)  # not every server sorts as S3 does
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str | None:
@@ -270,7 +258,7 @@ class S3Store:
     def put_blob(self, path: Path, *, known: tuple[str, int] | None = None) -> tuple[str, int]:
         if known is not None:
             hashed = Hashed(bytes.fromhex(known[0]), known[1])  # the server finds out if it is no longer true
-            stored = self._look_up(blob_key(known[0]))
+            stored = self._stored_alone(blob_key(known[0]))
             if stored is not None and not stored.differs(hashed):
                 return known
             if known[1] < s3_transfer.MULTIPART:
@@ -278,7 +266,7 @@ class S3Store:
                 return known
         hashed = s3_transfer.hash_for_upload(path)
         key = blob_key(hashed.sha256.hex())
-        stored = self._look_up(key)
+        stored = self._stored_alone(key)
         if stored is None or stored.differs(hashed):
             self._upload(key, path, hashed)
         return hashed.sha256.hex(), hashed.size
@@ -293,7 +281,7 @@ class S3Store:
         had = list(known or [None] * len(paths))
         small = [index for index, path in enumerate(paths) if s3_transfer.size_of(path) <= _SMALL]
         done: dict[int, tuple[str, int]] = {}
-        if len(small) > _HEADS:
+        if len(small) > HEADS:
             done = self._put_small(small, paths, had)
         rest = [index for index in range(len(paths)) if index not in done]
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
@@ -342,9 +330,9 @@ class S3Store:
         that is right of as many as are worth asking, no ETag of this server says anything.
         """
         wrong: builtins.list[str] = []
-        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
-            for start in range(0, len(keys), _HEADS):
-                some = keys[start : start + _HEADS]
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            for start in range(0, len(keys), HEADS):
+                some = keys[start : start + HEADS]
                 heads = zip(some, pool.map(self._head, some), strict=True)
                 found = [key for key, head in heads if head is None or not vouched_for(head, hashed(key))]
                 wrong += found
@@ -354,7 +342,7 @@ class S3Store:
 
     def get_file(self, key: str, path: Path, *, size: int | None = None, resume: bool = False) -> tuple[str, int]:
         name = self._name(key)
-        many = size is not None and size <= _SMALL and next(self._small_gets) >= _HEADS
+        many = size is not None and size <= _SMALL and next(self._small_gets) >= HEADS
         if many and (bulk := self._bulk_client()) and not os.path.lexists(path):
             data = bulk.get(key, size or 0)
             if data is not None:
@@ -410,6 +398,32 @@ class S3Store:
         with self._errors("delete", key):
             self.client.delete_object(Bucket=self.bucket, Key=self._name(key))
 
+    def delete_many(self, keys: Iterable[str]) -> None:
+        names = {self._name(key): key for key in keys}
+        alone = []
+        for start in range(0, len(names), _DELETES):
+            some = list(names)[start : start + _DELETES]
+            # What is refused of many is tried alone, which waits for a busy server, or says what is wrong.
+            alone += [names[name] for name in self._not_deleted(some)]
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            in_parallel(pool, self.delete, alone)
+
+    def _not_deleted(self, names: builtins.list[str]) -> builtins.list[str]:
+        """Remove at most 1,000 objects in one request. Returns those that are to be removed one by one."""
+        if not self._deletes_many or len(names) == 1:
+            return names
+        request = {"Objects": [{"Key": name} for name in names], "Quiet": True}
+        with self._errors("delete", f"{len(names)} objects"):
+            try:
+                answer = self.client.delete_objects(Bucket=self.bucket, Delete=request, ChecksumAlgorithm="SHA256")
+            except FAULTS as error:
+                if status(error) not in _NO_MANY:
+                    raise
+                self._deletes_many = False  # this server does not know the request, or wants another checksum
+                return names
+        refused = [str(item.get("Key", "")) for item in answer.get("Errors", [])]
+        return refused if set(refused) <= set(names) else names
+
     def leftovers(self, older_than: float, *, remove: bool = False) -> builtins.list[ObjectInfo]:
         """Uploads in parts that were never completed: they cost as much as objects, and are not listed with them."""
         found = []
@@ -458,14 +472,6 @@ class S3Store:
 def _next_segment(base: str, key: str) -> str:
     number = int(key.removeprefix(base + ".")) + 1 if key != base else 1
     return f"{base}.{number:06d}"
-
-
-def _common(one: str, other: str) -> str:
-    """The longest beginning of both."""
-    length = next(
-        (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
-    return one[:length]
 
 
 def _hashes(path: Path) -> tuple[str, int, str]:

@@ -25,6 +25,7 @@ from botocore.config import Config
 from botocore.handlers import add_expect_header
 
 from stages.artifacts.manifest import check_path
+from stages.artifacts.patience import patiently
 from stages.artifacts.store import Damaged, FullStore, NotInStore, ReadOnlyStore, StoreError
 
 ATTEMPTS = 8  # with adaptive waiting in between: about a minute of SlowDown or of a lost network
@@ -32,7 +33,7 @@ CONNECT_SECONDS = 10
 READ_SECONDS = 60
 CONNECTIONS = 32
 LISTED = "HeadraceListed"
-_LISTED_FIELDS = [(name, re.compile(rf"<{name}>([^<]*)</{name}>")) for name in ("Key", "Size", "LastModified", "ETag")]
+_LISTED_FIELDS = [(name, re.compile(rf"<{name}>([^<]*)</{name}>")) for name in ("Key", "Size", "ETag", "LastModified")]
 FAULTS = (aws.ClientError, aws.BotoCoreError)  # what an operation of the client raises
 
 _LOADER = botocore.loaders.create_loader()  # the description of S3 takes 0.15 s to read: once a process
@@ -121,9 +122,46 @@ def make_client(session: botocore.session.Session | None = None, *, patient: boo
     for operation in ("PutObject", "UploadPart"):
         # Waiting for "100 Continue" costs a round trip for each object, and servers that never say it a second.
         client.meta.events.unregister(f"before-call.s3.{operation}", add_expect_header)
+    if patient:
+        _wait_where_runs_do(client)
     # With the first "*" it comes before botocore's own look for errors, which parses the whole listing once more.
     client.meta.events.register("before-parse.*.ListObjectsV2", _take_listing)
     return client
+
+
+def _wait_where_runs_do(client: Any) -> None:
+    """Let calls wait for a server that is away, after botocore's own attempts, in processes that do (`patience`)."""
+    call = client._make_api_call
+
+    def patient_call(operation: str, parameters: dict[str, Any]) -> Any:
+        body = parameters.get("Body")
+        tried = False
+
+        def again() -> None:
+            nonlocal tried
+            tried = True
+            if body is not None and hasattr(body, "seek"):
+                body.seek(0)
+
+        try:
+            return patiently(lambda: call(operation, parameters), is_away, f"{endpoint(client)} (S3)", again)
+        except aws.ClientError as error:
+            if tried:  # for `may_have_happened`
+                metadata = error.response.setdefault("ResponseMetadata", {})
+                metadata["RetryAttempts"] = metadata.get("RetryAttempts", 0) + 1
+            raise
+
+    client._make_api_call = patient_call
+
+
+def is_away(error: Exception) -> bool:
+    """Whether an error says that the server cannot be reached or is overloaded, which time may mend."""
+    if isinstance(error, aws.ClientError):
+        return status(error) in (429, 500, 502, 503, 504) or error_code(error) in _BUSY
+    if isinstance(getattr(error, "kwargs", {}).get("error"), StoreError):  # of the file that was being sent
+        return False
+    away = (aws.EndpointConnectionError, aws.ConnectTimeoutError, aws.ProxyConnectionError, aws.HTTPClientError)
+    return isinstance(error, away) and not isinstance(error, aws.SSLError)
 
 
 def _take_listing(response_dict: dict[str, Any], customized_response_dict: dict[str, Any], **_: Any) -> None:
@@ -144,22 +182,27 @@ def _take_listing(response_dict: dict[str, Any], customized_response_dict: dict[
     if any(len(values) != count for values in fields) or "&" in contents:  # a server that says it otherwise
         items = ElementTree.fromstring(f"<l>{contents}</l>")
         fields = [[item.findtext(name, "") for item in items] for name, _ in _LISTED_FIELDS]
-    listed = []
-    for key, size, date, etag in zip(*fields, strict=True):
-        name = unquote_plus(key) if encoded and ("%" in key or "+" in key) else key
-        listed.append((name, int(size), datetime.fromisoformat(date).timestamp(), etag.strip('"')))
+    names, sizes, etags, dates = fields
+    if encoded:
+        names = [unquote_plus(name) if "%" in name or "+" in name else name for name in names]
     response_dict["body"] = body[:begin] + body[end:]
-    customized_response_dict[LISTED] = listed
+    customized_response_dict[LISTED] = names, list(map(int, sizes)), [etag.strip('"') for etag in etags], dates
 
 
-def listed_objects(answer: dict[str, Any]) -> list[tuple[str, int, float, str]]:
-    """Name, size, time of change (unix seconds) and ETag of the objects of one page of a listing."""
+def listed_objects(answer: dict[str, Any]) -> tuple[list[str], list[int], list[str], list[Any]]:
+    """Names, sizes, ETags and times of change (for `time_of`) of the objects of one page of a listing, in its order."""
     if LISTED in answer:
-        return list(answer[LISTED])
-    return [
-        (item["Key"], int(item["Size"]), item["LastModified"].timestamp(), str(item.get("ETag", "")).strip('"'))
-        for item in answer.get("Contents", [])
-    ]
+        names, sizes, etags, times = answer[LISTED]
+        return names, sizes, etags, times
+    items = answer.get("Contents", [])
+    etags = [str(item.get("ETag", "")).strip('"') for item in items]
+    times = [item["LastModified"] for item in items]
+    return [item["Key"] for item in items], [int(item["Size"]) for item in items], etags, times
+
+
+def time_of(said: str | datetime) -> float:
+    """The time of change of an object (unix seconds), as a listing or a look at one object states it."""
+    return (datetime.fromisoformat(said) if isinstance(said, str) else said).timestamp()
 
 
 def encryption() -> dict[str, str]:

@@ -22,7 +22,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, as_completed
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,9 @@ from urllib.parse import unquote, urlsplit
 from stages.os_errors import explained
 
 CHUNK = 1 << 20
+_SMALL = 1 << 20  # bytes; of smaller files there are more on the way at once
+_LARGE_AT_ONCE = 4
+_SMALL_AT_ONCE = 16
 _LOG = logging.getLogger("headrace.store")
 _LEFT_OUT: set[str] = set()
 _WORKER = threading.local()  # of a thread of `in_parallel`: `given_up` says that its work is for nothing
@@ -104,6 +107,9 @@ class Store(Protocol):
     def sizes(self, keys: Iterable[str]) -> dict[str, int]:
         """Bytes of those of the objects that are there, in as few requests as serve."""
 
+    def infos(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
+        """What is known of those of the objects that are there, as `list` tells it, in as few requests as serve."""
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object whose key starts with `prefix`, sorted by key."""
 
@@ -147,6 +153,9 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing happens if there is none."""
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """`delete` of many, in as few requests as serve. On errors some may be removed already."""
 
     def leftovers(self, older_than: float, *, remove: bool = False) -> builtins.list[ObjectInfo]:
         """What killed writers left behind, apart from the objects, if begun more than `older_than` seconds ago."""
@@ -292,3 +301,18 @@ def in_parallel(pool: Executor, function: Callable[[_T], _R], items: Iterable[_T
         given_up.set()
         pool.shutdown(wait=False, cancel_futures=True)
         raise
+
+
+def in_parallel_by_size(function: Callable[[_T], _R], items: Sequence[_T], size: Callable[[_T], int]) -> list[_R]:
+    """`in_parallel` of what moves files: large ones first, a few at a time, then small ones, many at a time.
+
+    Args:
+        size: bytes that an item moves.
+    """
+    done: dict[int, _R] = {}
+    small = [size(item) <= _SMALL for item in items]
+    for kind, at_once in ((False, _LARGE_AT_ONCE), (True, _SMALL_AT_ONCE)):
+        indices = [index for index, is_small in enumerate(small) if is_small == kind]
+        with ThreadPoolExecutor(at_once) as pool:
+            done.update(zip(indices, in_parallel(pool, lambda index: function(items[index]), indices), strict=True))
+    return [done[index] for index in range(len(items))]
