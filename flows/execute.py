@@ -34,6 +34,7 @@ from flows.record import git_state, record_killed, run_document, step_document
 from flows.runners.base import Handle, Runner, RunnerError
 from flows.scratch import ScratchFolders
 from flows.sources import bring
+from flows.step_log import StepLog
 from stages.artifacts import (
     Result,
     StoreError,
@@ -53,7 +54,6 @@ Listener = Callable[[dict[str, Any]], None]
 ATTEMPTS = 3  # in a row without further saved progress
 GRACE = 60.0  # seconds that a stopped stage may take to save
 _PAUSES = (1.0, 3.0)  # seconds before the second and later attempts
-_LOG_SECONDS = 1.0  # events are at most this much behind in the stored log
 
 
 @dataclass(frozen=True)
@@ -444,23 +444,16 @@ class Execution:
     def _follow(self, name: str, handle: Handle, saved: int | None) -> tuple[dict[str, Any], int | None]:
         """Pass on and log the events of a stage to its end. Returns its outcome, and the last step that it saved at."""
         outcome: dict[str, Any] = {}
-        unlogged: list[dict[str, Any]] = []
-        written = time.monotonic()
-        try:
+        with StepLog(self.plan.store, self.run_id, name) as log:
             for event in handle.events():
                 event = redact_event(event)  # before anybody hears of it, a person at a terminal included
                 event.setdefault("step", name)
-                unlogged.append(event)
+                log.add(event)
                 if event.get("type") == "outcome":
                     outcome = event
                 elif event.get("type") == "saved":
                     saved = max(saved if saved is not None else -1, int(event.get("at", -1)))
                 self._hear(event)
-                if time.monotonic() - written > _LOG_SECONDS:
-                    append_log(self.plan.store, self.run_id, name, unlogged)
-                    unlogged, written = [], time.monotonic()
-        finally:
-            append_log(self.plan.store, self.run_id, name, unlogged)
         return outcome, saved
 
     # Telling
