@@ -2,7 +2,7 @@
 
 Invariants:
 - A wrong request is refused before anything is started: no Prefect server, no stage.
-- SIGTERM and SIGHUP are Ctrl-C: running stages save, the command says what was saved, and exits 130.
+- SIGTERM and SIGHUP are Ctrl-C: running stages save, and the command says what was saved.
 - What a run says at its end comes from the store, so a cached run says the same as the one that computed it.
 """
 
@@ -24,12 +24,12 @@ from flows.plan import Plan, PlannedStep, make_plan
 from flows.recipe import load_recipe
 from flows.recipe_model import RecipeError
 from flows.runners.choice import RUNNERS, check_runner, make_runner
-from flows.signals import interrupting, stopping
+from flows.signals import exit_code, interrupting, stopping
 from flows.summary import Made
 from flows.visible import for_terminal
 from stages.artifacts import StoreError, redact
 
-DONE, FAILED, INTERRUPTED = 0, 1, 130
+DONE, FAILED = 0, 1
 _ENDINGS = {  # exit codes of stages that are verdicts on the run
     80: "halted itself (80)",
     81: "met values that are not finite (81)",
@@ -116,7 +116,8 @@ def _plan_line(step: PlannedStep) -> str:
 
 
 def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
-    """Carry a request out. Returns the exit code: 0 done, 1 a step failed, 130 stopped after saving.
+    """Carry a request out. Returns the exit code: 0 done, 1 a step failed, that of
+    `flows.signals` when it was stopped, after saving.
 
     Raises:
         RecipeError: anything that was asked for is wrong; nothing was started.
@@ -141,7 +142,7 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
                 result = _run_alone(plan, run_id, display, request)
     except KeyboardInterrupt:
         display.say("Stopped before a step was running.")
-        return INTERRUPTED
+        return exit_code()
     except StoreError as error:
         if all(line.started is None for line in board.lines.values()):
             raise  # nothing was started
@@ -154,7 +155,7 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
     else:
         lines = outcome_lines(plan, result, board, request, time.monotonic() - begun)
         print("\n".join(map(for_terminal, lines)))
-    return {"done": DONE, "stopped": INTERRUPTED}.get(result.state, FAILED)
+    return {"done": DONE, "stopped": exit_code()}.get(result.state, FAILED)
 
 
 def _line(planned: PlannedStep) -> Line:
@@ -258,7 +259,9 @@ def _stopped_lines(result: RunResult, board: Board) -> list[str]:
         line = board.lines[step.step]
         if step.status == "stopped" and line.started is not None:
             told.append(f"{step.step}: {saved_message(line)}.")
-    return [*(told or ["Stopped before a step was running."]), "Run the same command to go on from there."]
+    ended = any(line.started is not None for line in board.lines.values())
+    nothing = "Stopped between two steps; what ended is kept." if ended else "Stopped before a step was running."
+    return [*(told or [nothing]), "Run the same command to go on from there."]
 
 
 def _failed_lines(result: RunResult) -> list[str]:

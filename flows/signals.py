@@ -2,6 +2,8 @@
 
 Signals are handled in the main thread only; elsewhere both blocks do nothing. A signal that was ignored when the
 command started stays so: `nohup headrace run` outlives its terminal, and a job in a script's background its Ctrl-C.
+
+A command that a signal stopped exits with 128 and the number of the first one, as programs do that it ends outright.
 """
 
 from __future__ import annotations
@@ -16,11 +18,23 @@ if TYPE_CHECKING:  # the command needs this module before it knows whether it ru
     from flows.execute import Execution
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INTERRUPTED = 128 + signal.SIGINT
+_first: int | None = None  # the number of the first signal that was heard
+
+
+def exit_code() -> int:
+    """Of a command that was stopped: by the first signal it heard, or, having heard none, as Ctrl-C does."""
+    return INTERRUPTED if _first is None else 128 + _first
 
 
 @contextmanager
 def interrupting() -> Iterator[None]:
-    """For the time of the block, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does."""
+    """For the time of the block, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does.
+
+    What was heard before counts no more for `exit_code`.
+    """
+    global _first
+    _first = None
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -55,8 +69,14 @@ def _handling(handler: Callable[[int, object], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+
+    def hear(number: int, frame: object) -> None:
+        global _first
+        _first = _first or number
+        handler(number, frame)
+
     heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heard}
+    before = {number: signal.signal(number, hear) for number in heard}
     try:
         yield
     finally:
