@@ -11,7 +11,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,7 +27,7 @@ from flows.plan import Plan, PlannedStep, make_plan
 from flows.recipe import load_recipe
 from flows.recipe_model import RecipeError
 from flows.runners.choice import RUNNERS, check_runner, make_runner
-from flows.signals import exit_code, interrupting, stopping
+from flows.signals import exit_code, interrupting, leave_after, stopping
 from flows.summary import Made
 from flows.visible import for_terminal
 from stages.artifacts import StoreError, redact
@@ -188,11 +191,27 @@ def _run_in_prefect(request: Request, plan: Plan, run_id: str, display: Display)
     server = start_server()
     if isinstance(server, LocalServer):
         display.say("Starting a Prefect server for this run (10 to 30 s) …")
-    with serving(server):
+
+    def leave() -> None:
+        """Say how far it came, when the server keeps the end of the run waiting."""
+        if server is not None:
+            server.ask_to_end()
+        display.__exit__(None, None, None)
+        display.say("The Prefect server does not answer, and is waited for no longer.")
+        for text in _stopped_lines(display.board):
+            display.say(for_terminal(text))
+
+    def on_signal(count: int) -> None:
+        _say_stopping(display, count)
+        if count == 2:
+            threading.Thread(target=_leave_when_still, args=(display.board, over, leave), daemon=True).start()
+
+    over = threading.Event()
+    with interrupting(leave), serving(server), _setting(over):
         from flows.pipeline import Session, run_in_prefect
 
         _quiet_console()
-        session = Session(plan, run_id, display.event, request.workers, lambda count: _say_stopping(display, count))
+        session = Session(plan, run_id, display.event, request.workers, on_signal)
         with display:
             state = run_in_prefect(session, request.parameters())
     details = state.state_details
@@ -205,6 +224,23 @@ def _run_in_prefect(request: Request, plan: Plan, run_id: str, display: Display)
         state.result()  # raises what ended the flow before a step could
         raise RuntimeError(f"the flow ended as {state.name} without a result: {state.message}")
     return session.result
+
+
+@contextmanager
+def _setting(event: threading.Event) -> Iterator[None]:
+    """Set an event at the end of the block."""
+    try:
+        yield
+    finally:
+        event.set()
+
+
+def _leave_when_still(board: Board, over: threading.Event, leave: Callable[[], None]) -> None:
+    """Leave a run whose stages have been killed, once they have ended."""
+    while any(line.state == "running" for line in board.lines.values()):
+        if over.wait(0.1):
+            return
+    leave_after(over, leave)
 
 
 def _quiet_console() -> None:
@@ -228,7 +264,7 @@ def _say_stopping(display: Display, count: int) -> None:
 def outcome_lines(plan: Plan, result: RunResult, board: Board, request: Request, seconds: float) -> list[str]:
     """What is said when a run is over: results, samples, the final model and what to do next; or what went wrong."""
     if result.state == "stopped":
-        return _stopped_lines(result, board)
+        return _stopped_lines(board)
     if result.state == "failed":
         return _failed_lines(result)
     made = [
@@ -253,14 +289,10 @@ def outcome_lines(plan: Plan, result: RunResult, board: Board, request: Request,
     return lines
 
 
-def _stopped_lines(result: RunResult, board: Board) -> list[str]:
-    told = []
-    for step in result.steps.values():
-        line = board.lines[step.step]
-        if step.status == "stopped" and line.started is not None:
-            told.append(f"{step.step}: {saved_message(line)}.")
-    ended = any(line.started is not None for line in board.lines.values())
-    nothing = "Stopped between two steps; what ended is kept." if ended else "Stopped before a step was running."
+def _stopped_lines(board: Board) -> list[str]:
+    begun = [line for line in board.lines.values() if line.started is not None]
+    told = [f"{line.step}: {saved_message(line)}." for line in begun if line.state == "stopped"]
+    nothing = "Stopped between two steps; what ended is kept." if begun else "Stopped before a step was running."
     return [*(told or [nothing]), "Run the same command to go on from there."]
 
 

@@ -8,6 +8,7 @@ A command that a signal stopped exits with 128 and the number of the first one, 
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # the command needs this module before it knows whether it ru
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT
+LEAVE_SECONDS = 3.0
 _first: int | None = None  # the number of the first signal that was heard
 
 
@@ -28,19 +30,42 @@ def exit_code() -> int:
 
 
 @contextmanager
-def interrupting() -> Iterator[None]:
+def interrupting(leave: Callable[[], None] | None = None) -> Iterator[None]:
     """For the time of the block, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does.
 
     What was heard before counts no more for `exit_code`.
+
+    Args:
+        leave: for a block in which the interrupt may wait for somebody who does not answer: called `LEAVE_SECONDS`
+            later if the block has not ended by then, and followed by the end of the process.
     """
     global _first
     _first = None
+    ended = threading.Event()
 
     def interrupt(number: int, frame: object) -> None:
+        if leave is not None:
+            leave_after(ended, leave)
         raise KeyboardInterrupt
 
-    with _handling(interrupt):
-        yield
+    try:
+        with _handling(interrupt):
+            yield
+    finally:
+        ended.set()
+
+
+def leave_after(ended: threading.Event, leave: Callable[[], None]) -> None:
+    """End this process in `LEAVE_SECONDS`, after a call of `leave`, unless `ended` is set by then. Returns at once."""
+
+    def wait() -> None:
+        if not ended.wait(LEAVE_SECONDS):
+            try:
+                leave()
+            finally:
+                os._exit(exit_code())
+
+    threading.Thread(target=wait, name="leave", daemon=True).start()
 
 
 @contextmanager

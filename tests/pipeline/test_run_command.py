@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from toy_recipe import write_toy
 
@@ -223,7 +224,7 @@ def test_a_whole_run_in_prefect_with_a_server_of_its_own_is_interrupted_and_leav
     slow = ["--set", "better.max_steps=600", "--set", "better.pause=0.1"]
     process = start(folder, "run", "toy.yaml", *slow)
     said = read_until(process, r"better +running")
-    time.sleep(1.0)
+    wait_for_progress(folder, "better")
     assert "Starting a Prefect server" in said
     children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True)
     server = next(line.split()[0] for line in children.stdout.splitlines() if "flows.local_server" in line)
@@ -233,6 +234,24 @@ def test_a_whole_run_in_prefect_with_a_server_of_its_own_is_interrupted_and_leav
     assert re.search(r"^better: saved at step \d+", said, re.MULTILINE), said
     assert "Traceback" not in said
     assert not Path(f"/proc/{server}").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before its first answer", "while a step runs"])
+def test_a_frozen_prefect_server_keeps_nobody_waiting(folder: Path, when: str) -> None:
+    process = start(folder, "run", "toy.yaml", "--set", "better.max_steps=600", "--set", "better.pause=0.1")
+    read_until(process, "Starting a Prefect server" if when.startswith("before") else r"better +running")
+    command = psutil.Process(process.pid)
+    server = next(child for child in command.children() if "flows.local_server" in child.cmdline())
+    server.suspend()
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    if when.startswith("while"):
+        read_until(process, r"better +stopped")
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)  # the server alone would be waited for for minutes
+    assert process.returncode == 130
+    assert psutil.wait_procs([server], timeout=30)[1] == []
 
 
 def test_the_prefect_server_of_a_killed_run_ends_by_itself(folder: Path) -> None:
