@@ -30,7 +30,7 @@ from typing import Any, Literal
 from flows.endings import ending, was_killed
 from flows.plan import Plan, PlannedStep, Planner
 from flows.recipe_model import RecipeError, Step
-from flows.record import git_state, record_killed, run_document, step_document
+from flows.record import Heartbeat, git_state, record_killed, run_document, step_document
 from flows.runners.base import Handle, Runner, RunnerError
 from flows.scratch import ScratchFolders
 from flows.sources import bring
@@ -202,6 +202,7 @@ class Execution:
         self._begun = time.monotonic()
         self._git = git_state()
         self._document = run_document(plan, run_id)
+        self._heartbeat = Heartbeat(self._write_document)
         self._scratch = ScratchFolders(plan.store, run_id)
 
     # The run
@@ -209,7 +210,8 @@ class Execution:
     def begin(self) -> None:
         """Write the run's document and say which steps wait."""
         record_killed(self.plan.store, self._scratch.sweep())
-        write_run(self.plan.store, self._document)
+        self._write_document()
+        self._heartbeat.start()
         for planned in self.plan.steps:
             self._tell(planned.step, "waiting", reason=planned.reason)
 
@@ -233,6 +235,7 @@ class Execution:
 
     def finish(self) -> RunResult:
         """Write how the run ended, and return it. Steps that were never brought to an end count as stopped."""
+        self._heartbeat.stop()
         with self._lock:
             for planned in self.plan.steps:
                 if planned.step not in self.results:
@@ -246,7 +249,7 @@ class Execution:
                 state = "stopped"
             seconds = round(time.monotonic() - self._begun, 3)
             self._document |= {"state": state, "finished": _now(), "seconds": seconds}
-            write_run(self.plan.store, self._document)
+            self._write_document()
         self._scratch.close()
         return RunResult(self.run_id, state, dict(self.results), seconds)
 
@@ -473,8 +476,12 @@ class Execution:
                 entry["logs"] = log_key(self.run_id, name)
                 entry.setdefault("started", _now())
             if state != "waiting":
-                write_run(self.plan.store, self._document)
+                self._write_document()
         self._hear(event)
+
+    def _write_document(self) -> None:
+        with self._lock:
+            write_run(self.plan.store, self._document)
 
     def _log(self, name: str, text: str) -> None:
         event = {"type": "log", "level": "warning", "step": name, "time": round(time.time(), 3), "text": text}

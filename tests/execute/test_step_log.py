@@ -1,12 +1,19 @@
-"""The stored log of a step while it runs: what a silent stage said last, and a store that is away for a moment."""
+"""What the store knows while a stage is silent: what it said last, and that its run goes on."""
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from toy_stages import Toys
 
+from flows import record
+from flows.execute import execute
+from flows.plan import make_plan
+from flows.recipe import load_recipe
+from flows.runners.process import ProcessRunner
 from flows.step_log import StepLog
 from stages.artifacts import FolderStore, StoreError, open_store, read_log
 
@@ -59,3 +66,17 @@ def test_a_store_that_stays_away_is_told(tmp_path: Path) -> None:
     store.away = True
     with pytest.raises(StoreError, match="is away"), StepLog(store, "r", "s") as log:
         log.add({"n": 1})
+
+
+def test_a_run_is_heard_of_while_its_stages_are_silent(toys: Toys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "HEARTBEAT", 0.1)
+    plan = make_plan(load_recipe(toys.recipe("a: {stage: COUNT, total: 1, delay: 2.0}")), toys.store)
+    runner = ProcessRunner(fork_server=False, gpus=[])
+    thread = threading.Thread(target=execute, args=(plan,), kwargs={"runner": runner, "run_id": "r"})
+    marks: set[str] = set()
+    thread.start()
+    while thread.is_alive():
+        marks |= {info.mark for info in plan.store.list("runs/")}
+        thread.join(0.05)
+    runner.close()
+    assert len(marks) > 10  # of which four are changes of its state
