@@ -3,16 +3,14 @@
 Nothing heavy is imported before a verb is known: `headrace --help` must not wait for prefect or pydantic.
 
 Exit codes: 0 done; 1 a run failed or damage was found; 2 a bad request (unknown name, wrong recipe, unusable store);
-130 interrupted, after saving.
+128 and the number of a signal: stopped by it, after saving (130 Ctrl-C, 143 SIGTERM, 129 a closed terminal, 141 a
+closed pipe).
 """
 
 from __future__ import annotations
 
-import codecs
-import contextlib
-import io
-import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -22,11 +20,11 @@ import typer
 from flows import cli_lineage
 from flows.cli_options import ArtifactName, Json, PublicKey, SignedFolder, StoreUrl
 from flows.image_verbs import images
-from flows.signals import interrupting
+from flows.output import drop_output, prepare_output
+from flows.signals import INTERRUPTED, exit_code, interrupting
 
 FAILED = 1
 BAD_REQUEST = 2
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="headrace",
@@ -380,7 +378,7 @@ def main() -> None:
 
     What the machine refuses (a full disk, standard output that cannot be written) is a sentence too, and exit code 1.
     """
-    _prepare_output()
+    prepare_output()
     try:
         os.getcwd()
     except OSError as error:
@@ -389,17 +387,19 @@ def main() -> None:
     try:
         with interrupting():  # so that a verb removes what it had half done
             app(standalone_mode=True)
-    except BrokenPipeError:  # `headrace logs | head`
-        _drop_output()
-        raise SystemExit(1) from None
     except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(exit_code()) from None
+    except SystemExit as end:  # typer makes one of a KeyboardInterrupt, and takes it for Ctrl-C
+        if isinstance(end.__context__, BrokenPipeError):  # `headrace logs | head`; typer makes it 1
+            drop_output()
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        raise SystemExit(exit_code() if end.code == INTERRUPTED else end.code) from None
     except OSError as error:
         from stages.os_errors import explained
 
         where = f"{error.filename}: " if error.filename else ""
         print(f"headrace: {where}{explained(error)}", file=sys.stderr)
-        _drop_output()
+        drop_output()
         raise SystemExit(FAILED) from None
     except Exception as error:
         if not _is_a_persons_error(error):
@@ -408,27 +408,6 @@ def main() -> None:
 
         print(f"headrace: {redact(str(error))}", file=sys.stderr)
         raise SystemExit(BAD_REQUEST) from None
-
-
-def _prepare_output() -> None:
-    """Have streams that take any text: a closed one is a sink, and one that cannot show a character shows another."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 (for as long as the process)
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    codecs.register_error("json", lambda error: (_json_escapes(error), getattr(error, "end", 0)))
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="json" if "--json" in sys.argv else "replace")
-
-
-def _json_escapes(error: UnicodeError) -> str:
-    assert isinstance(error, UnicodeEncodeError)
-    return json.dumps(error.object[error.start : error.end])[1:-1]
-
-
-def _drop_output() -> None:
-    """Let nothing more be written to standard output, so that leaving does not fail on it again."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_a_persons_error(error: Exception) -> bool:

@@ -89,7 +89,9 @@ def why(
 
 def runs(
     recipe: Annotated[str | None, typer.Option("--recipe", metavar="NAME", help="Only runs of this recipe.")] = None,
-    state: Annotated[str | None, typer.Option("--state", help="Only: running, done, failed, stopped, killed.")] = None,
+    state: Annotated[
+        str | None, typer.Option("--state", help="Only: running, done, failed, stopped, killed, lost.")
+    ] = None,
     number: Annotated[int, typer.Option("-n", min=1, help="How many runs to list.")] = 20,
     store: StoreUrl = ".headrace",
     json_: Json = False,

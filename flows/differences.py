@@ -77,41 +77,43 @@ def nearest(
 
 
 def setting_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Every setting that differs, as "beta 0.1 -> 0.2"."""
+    """Every setting that differs, as "beta 0.1 -> 0.2"; a group of settings that only one side has is one of them."""
     return list(_settings(old, new))
 
 
-def _settings(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    before, after = dict(_flat(old, "")), dict(_flat(new, ""))
-    for name in dict.fromkeys([*after, *before]):
-        if name not in before:
-            yield f"{name} {_short(after[name])} (was not set)"
-        elif name not in after:
-            yield f"{name} {_short(before[name])} -> not set"
-        elif before[name] != after[name]:
-            yield f"{name} {_short(before[name])} -> {_short(after[name])}"
+def _settings(old: dict[str, Any], new: dict[str, Any], group: str = "") -> Iterator[str]:
+    for key in dict.fromkeys([*new, *old]):
+        name = f"{group}.{key}" if group else str(key)
+        if key not in old:
+            yield f"{name} {_short(new[key])} (was not set)"
+        elif key not in new:
+            yield f"{name} {_short(old[key])} -> not set"
+        elif (parts := (_parts(old[key]), _parts(new[key]))) and parts[0] and parts[1]:
+            yield from _settings(parts[0], parts[1], name)
+        elif old[key] != new[key]:
+            yield f"{name} {_short(old[key])} -> {_short(new[key])}"
 
 
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Each setting by its dotted name; lists of the same length are compared item by item by whoever reads them."""
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        for index, item in enumerate(value):
-            yield from _flat(item, f"{name}.{index}")
-    else:
-        yield name, value
+def _parts(value: Any) -> dict[str, Any]:
+    """What is compared part by part: the fields of a group, the items of a list of groups by their number."""
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return {str(index): item for index, item in enumerate(value)}
+    return value if isinstance(value, dict) else {}
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, str):
-        text = repr(value) if not value or " " in value else value
-    elif value is None or isinstance(value, bool):
-        text = str(value).lower() if value is not None else "none"
-    else:
-        text = str(value)
+    text = _text(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return repr(value) if not value or " " in value else value
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _inputs(old: dict[str, str], new: dict[str, str | None], waiting: dict[str, str]) -> list[str]:

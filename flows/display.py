@@ -178,7 +178,7 @@ def saved_message(line: Line) -> str:
         return "stopped before its first save; it starts again next time"
     if line.saved is None:
         return f"stopped; its progress of step {figures.count(line.resumed or 0)} is kept"
-    return f"saved at step {figures.count(line.saved)} ({figures.duration(line.save_seconds)})"
+    return f"saved at step {figures.count(line.saved)}{figures.in_brackets(line.save_seconds)}"
 
 
 def bar(done: int, total: int | None) -> str:

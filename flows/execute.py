@@ -30,10 +30,11 @@ from typing import Any, Literal
 from flows.endings import ending, was_killed
 from flows.plan import Plan, PlannedStep, Planner
 from flows.recipe_model import RecipeError, Step
-from flows.record import git_state, record_killed, run_document, step_document
+from flows.record import Heartbeat, git_state, record_killed, run_document, step_document
 from flows.runners.base import Handle, Runner, RunnerError
 from flows.scratch import ScratchFolders
 from flows.sources import bring
+from flows.step_log import StepLog
 from stages.artifacts import (
     Result,
     StoreError,
@@ -55,7 +56,6 @@ Listener = Callable[[dict[str, Any]], None]
 ATTEMPTS = 3  # in a row without further saved progress
 GRACE = 60.0  # seconds that a stopped stage may take to save
 _PAUSES = (1.0, 3.0)  # seconds before the second and later attempts
-_LOG_SECONDS = 1.0  # events are at most this much behind in the stored log
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,7 @@ class Execution:
         self._begun = time.monotonic()
         self._git = git_state()
         self._document = run_document(plan, run_id)
+        self._heartbeat = Heartbeat(self._write_document)
         self._scratch = ScratchFolders(plan.store, run_id)
 
     # The run
@@ -212,7 +213,8 @@ class Execution:
         """Write the run's document and say which steps wait."""
         wait_for_stores()
         record_killed(self.plan.store, self._scratch.sweep())
-        write_run(self.plan.store, self._document)
+        self._write_document()
+        self._heartbeat.start()
         for planned in self.plan.steps:
             self._tell(planned.step, "waiting", reason=planned.reason)
 
@@ -237,6 +239,7 @@ class Execution:
 
     def finish(self) -> RunResult:
         """Write how the run ended, and return it. Steps that were never brought to an end count as stopped."""
+        self._heartbeat.stop()
         with self._lock:
             for planned in self.plan.steps:
                 if planned.step not in self.results:
@@ -250,7 +253,7 @@ class Execution:
                 state = "stopped"
             seconds = round(time.monotonic() - self._begun, 3)
             self._document |= {"state": state, "finished": _now(), "seconds": seconds}
-            write_run(self.plan.store, self._document)
+            self._write_document()
         self._scratch.close()
         return RunResult(self.run_id, state, dict(self.results), seconds)
 
@@ -448,23 +451,16 @@ class Execution:
     def _follow(self, name: str, handle: Handle, saved: int | None) -> tuple[dict[str, Any], int | None]:
         """Pass on and log the events of a stage to its end. Returns its outcome, and the last step that it saved at."""
         outcome: dict[str, Any] = {}
-        unlogged: list[dict[str, Any]] = []
-        written = time.monotonic()
-        try:
+        with StepLog(self.plan.store, self.run_id, name) as log:
             for event in handle.events():
                 event = redact_event(event)  # before anybody hears of it, a person at a terminal included
                 event.setdefault("step", name)
-                unlogged.append(event)
+                log.add(event)
                 if event.get("type") == "outcome":
                     outcome = event
                 elif event.get("type") == "saved":
                     saved = max(saved if saved is not None else -1, int(event.get("at", -1)))
                 self._hear(event)
-                if time.monotonic() - written > _LOG_SECONDS:
-                    append_log(self.plan.store, self.run_id, name, unlogged)
-                    unlogged, written = [], time.monotonic()
-        finally:
-            append_log(self.plan.store, self.run_id, name, unlogged)
         return outcome, saved
 
     # Telling
@@ -484,8 +480,12 @@ class Execution:
                 entry["logs"] = log_key(self.run_id, name)
                 entry.setdefault("started", _now())
             if state != "waiting":
-                write_run(self.plan.store, self._document)
+                self._write_document()
         self._hear(event)
+
+    def _write_document(self) -> None:
+        with self._lock:
+            write_run(self.plan.store, self._document)
 
     def _log(self, name: str, text: str) -> None:
         event = {"type": "log", "level": "warning", "step": name, "time": round(time.time(), 3), "text": text}

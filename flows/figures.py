@@ -76,6 +76,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
 
 
+def in_brackets(seconds: float) -> str:
+    """A duration behind what took it, as " (1.1 s)"; "" below what `duration` can show."""
+    return f" ({duration(seconds)})" if seconds >= 0.1 else ""
+
+
 def about(seconds: float) -> str:
     """An estimate, no finer than it is known: "3 s", "50 s", "4 min", "2 h"."""
     if seconds < 90:

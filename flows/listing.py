@@ -160,7 +160,7 @@ def event_text(event: dict[str, Any]) -> str:
         case "resumed":
             return f"resumed at step {event.get('at')}"
         case "saved":
-            return f"saved at step {event.get('at')} ({figures.duration(event.get('seconds') or 0.0)})"
+            return f"saved at step {event.get('at')}{figures.in_brackets(event.get('seconds') or 0.0)}"
         case "waiting":
             return f"waits for {event['for']}, which computes the same" if event.get("for") else "waits no longer"
         case "outcome":

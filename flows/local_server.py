@@ -126,6 +126,9 @@ class LastingServer:
     def stop(self) -> None:
         """It stays."""
 
+    def ask_to_end(self) -> None:
+        """It stays."""
+
 
 class LocalServer:
     """A Prefect server in a process of its own, gone when this process is."""
@@ -174,8 +177,7 @@ class LocalServer:
 
     def stop(self) -> None:
         """End the server, by force when it does not go by itself. Safe to call twice."""
-        if self._process.poll() is None:
-            self._process.terminate()
+        self.ask_to_end()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -183,6 +185,12 @@ class LocalServer:
             self._process.wait()
         if self._process.stdin and not self._process.stdin.closed:
             self._process.stdin.close()
+
+    def ask_to_end(self) -> None:
+        """Have it end, also where it is frozen, and do not wait for it."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.send_signal(signal.SIGCONT)
 
     def _read(self, output: IO[bytes]) -> None:
         said: list[str] = []

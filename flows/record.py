@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -14,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import stages
 from flows.plan import Plan
-from stages.artifacts import Damaged, Store, processes, read_run, write_run
+from stages.artifacts import Damaged, Store, StoreError, processes, read_run, write_run
 
 if TYPE_CHECKING:
     from flows.execute import StepResult
+
+
+HEARTBEAT = 60.0  # seconds
 
 
 def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
@@ -25,8 +29,9 @@ def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
 
     It holds id, recipe (name), recipe_path, recipe_text, overrides, parameters, until, force, accept_code, store,
     sources ("step.input" -> digest of what comes from outside the run), host, pid, place and born (which process that
-    is, see `stages.artifacts.processes`), state ("running", then "done", "failed" or "stopped"; "killed" where the
-    process could not say its end), started, finished (ISO 8601, UTC), seconds, and `steps`: for each step stage, needs,
+    is, see `stages.artifacts.processes`), heartbeat (seconds after which the document is written again at the latest
+    while the run goes on), state ("running", then "done", "failed" or "stopped"; "killed" where the process could not
+    say its end), started, finished (ISO 8601, UTC), seconds, and `steps`: for each step stage, needs,
     inputs, status, reason, key, artifact, outputs, seconds, metrics, message, code, attempts, saved_step, kept, logs,
     started, finished.
     """
@@ -47,6 +52,7 @@ def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "place": processes.place(),
         "born": processes.born(os.getpid()),
+        "heartbeat": HEARTBEAT,
         "state": "running",
         "started": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "finished": None,
@@ -73,6 +79,25 @@ def run_document(plan: Plan, run_id: str) -> dict[str, Any]:
             for planned in plan.steps
         },
     }
+
+
+class Heartbeat:
+    """Calls `write` every `HEARTBEAT` seconds from `start` to `stop`; a store that is away does not matter to it."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+        self._over = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _beat(self) -> None:
+        while not self._over.wait(HEARTBEAT):
+            with suppress(StoreError):
+                self._write()
 
 
 def step_document(result: StepResult) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Invariants:
 - A wrong request is refused before anything is started: no Prefect server, no stage.
-- SIGTERM and SIGHUP are Ctrl-C: running stages save, the command says what was saved, and exits 130.
+- SIGTERM and SIGHUP are Ctrl-C: running stages save, and the command says what was saved.
 - What a run says at its end comes from the store, so a cached run says the same as the one that computed it.
 """
 
@@ -11,7 +11,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,12 +27,12 @@ from flows.plan import Plan, PlannedStep, make_plan
 from flows.recipe import load_recipe
 from flows.recipe_model import RecipeError
 from flows.runners.choice import RUNNERS, check_runner, make_runner
-from flows.signals import interrupting, stopping
+from flows.signals import exit_code, interrupting, leave_after, stopping
 from flows.summary import Made
 from flows.visible import for_terminal
 from stages.artifacts import StoreError, redact
 
-DONE, FAILED, INTERRUPTED = 0, 1, 130
+DONE, FAILED = 0, 1
 _ENDINGS = {  # exit codes of stages that are verdicts on the run
     80: "halted itself (80)",
     81: "met values that are not finite (81)",
@@ -116,7 +119,8 @@ def _plan_line(step: PlannedStep) -> str:
 
 
 def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
-    """Carry a request out. Returns the exit code: 0 done, 1 a step failed, 130 stopped after saving.
+    """Carry a request out. Returns the exit code: 0 done, 1 a step failed, that of
+    `flows.signals` when it was stopped, after saving.
 
     Raises:
         RecipeError: anything that was asked for is wrong; nothing was started.
@@ -141,7 +145,7 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
                 result = _run_alone(plan, run_id, display, request)
     except KeyboardInterrupt:
         display.say("Stopped before a step was running.")
-        return INTERRUPTED
+        return exit_code()
     except StoreError as error:
         if all(line.started is None for line in board.lines.values()):
             raise  # nothing was started
@@ -154,7 +158,7 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
     else:
         lines = outcome_lines(plan, result, board, request, time.monotonic() - begun)
         print("\n".join(map(for_terminal, lines)))
-    return {"done": DONE, "stopped": INTERRUPTED}.get(result.state, FAILED)
+    return {"done": DONE, "stopped": exit_code()}.get(result.state, FAILED)
 
 
 def _line(planned: PlannedStep) -> Line:
@@ -187,11 +191,27 @@ def _run_in_prefect(request: Request, plan: Plan, run_id: str, display: Display)
     server = start_server()
     if isinstance(server, LocalServer):
         display.say("Starting a Prefect server for this run (10 to 30 s) …")
-    with serving(server):
+
+    def leave() -> None:
+        """Say how far it came, when the server keeps the end of the run waiting."""
+        if server is not None:
+            server.ask_to_end()
+        display.__exit__(None, None, None)
+        display.say("The Prefect server does not answer, and is waited for no longer.")
+        for text in _stopped_lines(display.board):
+            display.say(for_terminal(text))
+
+    def on_signal(count: int) -> None:
+        _say_stopping(display, count)
+        if count == 2:
+            threading.Thread(target=_leave_when_still, args=(display.board, over, leave), daemon=True).start()
+
+    over = threading.Event()
+    with interrupting(leave), serving(server), _setting(over):
         from flows.pipeline import Session, run_in_prefect
 
         _quiet_console()
-        session = Session(plan, run_id, display.event, request.workers, lambda count: _say_stopping(display, count))
+        session = Session(plan, run_id, display.event, request.workers, on_signal)
         with display:
             state = run_in_prefect(session, request.parameters())
     details = state.state_details
@@ -204,6 +224,23 @@ def _run_in_prefect(request: Request, plan: Plan, run_id: str, display: Display)
         state.result()  # raises what ended the flow before a step could
         raise RuntimeError(f"the flow ended as {state.name} without a result: {state.message}")
     return session.result
+
+
+@contextmanager
+def _setting(event: threading.Event) -> Iterator[None]:
+    """Set an event at the end of the block."""
+    try:
+        yield
+    finally:
+        event.set()
+
+
+def _leave_when_still(board: Board, over: threading.Event, leave: Callable[[], None]) -> None:
+    """Leave a run whose stages have been killed, once they have ended."""
+    while any(line.state == "running" for line in board.lines.values()):
+        if over.wait(0.1):
+            return
+    leave_after(over, leave)
 
 
 def _quiet_console() -> None:
@@ -227,7 +264,7 @@ def _say_stopping(display: Display, count: int) -> None:
 def outcome_lines(plan: Plan, result: RunResult, board: Board, request: Request, seconds: float) -> list[str]:
     """What is said when a run is over: results, samples, the final model and what to do next; or what went wrong."""
     if result.state == "stopped":
-        return _stopped_lines(result, board)
+        return _stopped_lines(board)
     if result.state == "failed":
         return _failed_lines(result)
     made = [
@@ -252,13 +289,11 @@ def outcome_lines(plan: Plan, result: RunResult, board: Board, request: Request,
     return lines
 
 
-def _stopped_lines(result: RunResult, board: Board) -> list[str]:
-    told = []
-    for step in result.steps.values():
-        line = board.lines[step.step]
-        if step.status == "stopped" and line.started is not None:
-            told.append(f"{step.step}: {saved_message(line)}.")
-    return [*(told or ["Stopped before a step was running."]), "Run the same command to go on from there."]
+def _stopped_lines(board: Board) -> list[str]:
+    begun = [line for line in board.lines.values() if line.started is not None]
+    told = [f"{line.step}: {saved_message(line)}." for line in begun if line.state == "stopped"]
+    nothing = "Stopped between two steps; what ended is kept." if begun else "Stopped before a step was running."
+    return [*(told or [nothing]), "Run the same command to go on from there."]
 
 
 def _failed_lines(result: RunResult) -> list[str]:

@@ -9,6 +9,7 @@ import getpass
 import hashlib
 import platform
 import re
+import sys
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from flows.names import UnknownName, resolve
 from flows.plan import cache_path
 from flows.sources import find_files
 from stages.artifacts import (
+    NO_REFERENCE,
     Damage,
     FilesAtHand,
     FolderStore,
@@ -37,6 +39,7 @@ from stages.artifacts import (
     collect,
     import_files,
     is_about_manifest,
+    list_runs,
     open_store,
     read_manifest,
     read_ref,
@@ -237,7 +240,8 @@ def import_artifact(store_url: str, paths: list[str], *, ref: str | None, why: s
     }
     write_result(store, Result.model_validate(record))
     if ref is not None:
-        _moved(lambda: move_ref(store, ref, digest, who=who(), why=why or f"imported {', '.join(names)}"))
+        moved = _moved(lambda: move_ref(store, ref, digest, who=who(), why=why or f"imported {', '.join(names)}"))
+        _say_if_also_a_step(store, moved)
     size = sum(size_of(file) for _, file in files)
     if as_json:
         print_json({"artifact": digest, "kind": kind, "files": len(files), "bytes": size, "ref": ref})
@@ -255,7 +259,7 @@ def promote(store_url: str, name: str, ref: str, *, why: str, expect: str | None
 
     Args:
         name: the artifact, as people name it.
-        expect: the artifact that the reference must name now, "none" for: there must be no such reference.
+        expect: the artifact that the reference must name now, `NO_REFERENCE` for: there must be no such reference.
 
     Raises:
         UnknownName: there is no such artifact, or the name is not allowed.
@@ -263,9 +267,10 @@ def promote(store_url: str, name: str, ref: str, *, why: str, expect: str | None
     """
     store = open_store(store_url)
     digest = resolve(store, name).digest
-    expected = None if expect is None else "" if expect == "none" else resolve(store, expect).digest
+    expected = None if expect is None else "" if expect == NO_REFERENCE else resolve(store, expect).digest
     moved = _moved(lambda: move_ref(store, ref, digest, who=who(), why=why, expect=expected))
     _say_moved(moved, as_json)
+    _say_if_also_a_step(store, moved)
 
 
 def rollback(store_url: str, ref: str, *, to: int | None, why: str, as_json: bool) -> None:
@@ -284,6 +289,19 @@ def _moved(move: Any) -> Ref:
         return move()
     except ValueError as error:
         raise UnknownName(f"{str(error).rstrip('.')}.") from None
+
+
+def _say_if_also_a_step(store: Store, ref: Ref) -> None:
+    """Warn whoever makes a reference that is called as a step is: from now on the bare name means the reference."""
+    if len(ref.history) > 1:
+        return
+    run = next((run["id"] for run in list_runs(store) if ref.name in run.get("steps", {})), None)
+    if run is not None:
+        print(
+            f"headrace: {ref.name} is the name of a step too; it means the reference from now on, and {run}/{ref.name} "
+            "the step",
+            file=sys.stderr,
+        )
 
 
 def _say_moved(ref: Ref, as_json: bool) -> None:

@@ -54,14 +54,17 @@ def _fix_environment() -> None:
 
 
 def _run(spec: Path) -> int:
+    from stages.children import adopt_orphans, end_children
     from stages.process import run_spec
 
+    adopt_orphans()
     try:
         events = os.dup(1)
         os.dup2(2, 1)  # stray prints go to standard error
     except OSError:  # a standard stream is closed
         events = -1
     code = run_spec(spec, events)
+    end_children()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # everything is durable by now; exit hooks of libraries can only hang

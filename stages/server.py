@@ -32,7 +32,8 @@ Invariants:
   needs it, or (unless `--lazy`) once no request has come for a moment. Requests are served between one import and the
   next, a second or two apart.
 - A child is the leader of its own session, gets SIGTERM when the server dies (PR_SET_PDEATHSIG), and sees
-  PYTHONHASHSEED=0. What it leaves running in its process group is killed when it ends.
+  PYTHONHASHSEED=0. What it leaves running is killed when it ends: by itself, or, where it is killed, by the server, to
+  which the orphans of a stage come.
 - The log of the store is written by whoever follows the events (`stages.artifacts.append_log`), not by the stage.
 """
 
@@ -54,7 +55,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stages.children import die_with_parent, end_with
+from stages.children import adopt_orphans, die_with_parent, end_children, end_with
 from stages.fingerprint import needs_torch
 from stages.process import run_spec
 
@@ -132,6 +133,7 @@ def _open(grace: float, lazy: bool) -> _Server:
     os.dup2(2, 1)  # nothing but answers may reach the parent
     wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     server = _Server(requests, answers, wake, wake_write, grace, lazy)
+    adopt_orphans()
 
     def close(number: int, frame: object) -> None:
         server.closing = True
@@ -296,7 +298,11 @@ def _child(server: _Server, parent: int, spec: Path, events: int, stderr: int | 
             os.dup2(stderr, 2)
             os.close(stderr)
         os.dup2(2, 1)
-        return run_spec(spec, events)
+        adopt_orphans()
+        try:
+            return run_spec(spec, events)
+        finally:
+            end_children()
 
     end_with(body)
 
@@ -310,6 +316,7 @@ def _reap(server: _Server) -> None:
             os.killpg(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         del server.children[name]
+        end_children(but=server.children.values())
         killed = os.WIFSIGNALED(status)
         _answer(
             server,

@@ -94,7 +94,9 @@ def run_events(store: Store, run: str) -> Iterator[Any]:
     if document.get("state") == "running":
         raise StoreError(f"run {run} still goes on; its events are emitted when it has ended")
     if not document.get("finished"):
-        raise StoreError(f"run {run} was killed and could not say how it ended; there are no events of it")
+        raise StoreError(
+            f"run {run} was {document.get('state')} and could not say how it ended; there are no events of it"
+        )
     recipe = str(document.get("recipe") or "recipe")
     engine = processing_engine_run.ProcessingEngineRunFacet(version=_version(), name="Headrace")
 

@@ -119,8 +119,8 @@ class Refresh:
         for number, name in self.db.execute("SELECT id, name FROM runs WHERE state = 'running'").fetchall():
             with suppress(Damaged, ValueError):
                 document = read_run(self.store, name)
-                if document is not None and document.get("state") == "killed":
-                    self.db.execute("UPDATE runs SET state = 'killed' WHERE id = ?", (number,))
+                if document is not None and (state := document.get("state")) != "running":
+                    self.db.execute("UPDATE runs SET state = ? WHERE id = ?", (state, number))
                     for step, entry in (document.get("steps") or {}).items():
                         sql = "UPDATE steps SET status = ? WHERE run = ? AND step = ?"
                         self.db.execute(sql, (entry.get("status"), number, step))

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from stages.children import descendants
+
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}
 
@@ -34,16 +36,19 @@ def show_size(count: int) -> str:
 
 
 def session_memory(session: int) -> int:
-    """Bytes of memory that the processes of a session hold: anonymous and shared memory, not mapped files.
+    """Bytes of memory that the processes of a session, and all that its leader started, hold.
+
+    That is anonymous and shared memory, not mapped files.
 
     Linux only; elsewhere 0, so that no limit is ever exceeded.
     """
     total = 0
+    daemons = descendants(session)
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             # The name in parentheses may hold anything; after it, the fields are fixed (proc(5): 6 is the session).
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
+            if int(fields[3]) == session or int(folder.name) in daemons:
                 resident, shared = map(int, (folder / "statm").read_text().split()[1:3])
                 shmem = _shmem(folder)
                 total += (resident - shared) * os.sysconf("SC_PAGE_SIZE") + shmem

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,7 +32,7 @@ from flows.runners.base import RunnerError
 from flows.runners.gpus import GpuPool
 from flows.runners.lines import STDERR_BYTES, EventLines, stderr_events
 from flows.runners.memory import parse_size, session_memory, show_size
-from stages.children import die_with_parent
+from stages.children import descendants, die_with_parent
 from stages.contract import StageSpec
 
 _POLL = 0.05  # seconds between looks at a file of events
@@ -134,6 +135,8 @@ class ProcessRunner:
         handle.started(process.pid)
 
         def follow() -> None:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            handle.signal(signal.SIGKILL)  # before the number is free again: what a crash has left behind
             handle.end(process.wait())
 
         threading.Thread(target=follow, name=f"wait for {process.pid}", daemon=True).start()
@@ -236,7 +239,11 @@ class ProcessHandle:
             return
         try:
             if number == signal.SIGKILL:
+                daemons = descendants(self.pid)
                 os.killpg(self.pid, number)
+                for daemon in daemons:
+                    with suppress(ProcessLookupError):
+                        os.kill(daemon, number)
             else:
                 os.kill(self.pid, number)
         except ProcessLookupError:

@@ -16,7 +16,7 @@ from stages.artifacts.objects import DataObject, find_objects, size_of
 from stages.artifacts.patience import stop_waiting, wait_for_stores
 from stages.artifacts.publish import files_below, import_files, manifest_of, publish
 from stages.artifacts.reach import ancestors
-from stages.artifacts.refs import Move, Ref, check_ref_name, promote, read_ref, ref_names, refs, rollback
+from stages.artifacts.refs import NO_REFERENCE, Move, Ref, check_ref_name, promote, read_ref, ref_names, refs, rollback
 from stages.artifacts.repair import FilesAtHand, is_about_manifest, repair
 from stages.artifacts.results import Result, parse_result, read_result, result_key, results, write_result
 from stages.artifacts.runs import LogTail, append_log, list_runs, log_key, read_log, read_run, run_names, write_run
@@ -37,6 +37,7 @@ from stages.artifacts.verify import Damage, verify_all, verify_artifact, verify_
 from stages.artifacts.work import WorkArea
 
 __all__ = [
+    "NO_REFERENCE",
     "SEEN",
     "Collection",
     "Damage",

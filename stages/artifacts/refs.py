@@ -153,34 +153,44 @@ def ref_names(store: Store) -> list[str]:
 
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,99}")
+NO_REFERENCE = "none"  # what `promote --expect` takes for: no such ref yet
 
 
 def check_ref_name(name: str) -> str:
-    """Return `name` if a ref may be called so.
+    """Return `name` if a new ref may be called so.
 
     Raises:
         ValueError: it may not.
     """
+    _key(name)
+    if name.lower() == NO_REFERENCE:
+        raise ValueError(f"{name!r} means that there is no reference; take another name for one")
+    return name
+
+
+def _key(name: str) -> str:
+    """Where a ref lies in a store. A name that is not allowed any more still finds what was called so."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"{name!r} is not a name for a reference: a letter, then at most 99 letters, digits, and _ . -"
         )
     if re.fullmatch(r"[0-9a-f]{6,64}", name):
         raise ValueError(f"{name!r} cannot be told from the digits of a digest; take another name for the reference")
-    return name
+    return f"refs/{name}.json"
 
 
 def _move(
     store: Store, name: str, move: Callable[[Ref | None], tuple[str, int | None] | None], who: str, why: str
 ) -> Ref:
     """Add the entry that `move(ref)` chooses: (digest, entry restored), or None for none."""
-    key = f"refs/{check_ref_name(name)}.json"
+    key = _key(name)
     if len(why) > MAX_WHY:
         raise ValueError(f"the reason has {len(why):,} characters; {MAX_WHY:,} are allowed")
     for _ in range(_TRIES):
         try:
             ref, tag = _read(store, name)
         except NotInStore:
+            check_ref_name(name)
             ref, tag = None, ""
         chosen = move(ref)
         if chosen is None:
@@ -209,7 +219,7 @@ def _move(
 
 
 def _read(store: Store, name: str) -> tuple[Ref, str]:
-    key = f"refs/{check_ref_name(name)}.json"
+    key = _key(name)
     try:
         data, tag = store.get_with_tag(key)
     except NotInStore:

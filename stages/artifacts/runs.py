@@ -3,7 +3,9 @@
 Invariants:
 - Secrets in either are blanked before they are stored (see `stages.artifacts.secrets`).
 - A run is "running" only as long as its process may live: what a killed process left behind is read as "killed", on the
-  machine where it ran at once, elsewhere once a later run there has written it down.
+  machine where it ran at once, elsewhere once a later run there has written it down. Until then it is read elsewhere as
+  "lost", when its document was not renewed for ten times as long as it promises. By the store's clock: those of hosts
+  are never compared. One that is heard of again (a laptop that slept) is running again.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 from stages.artifacts import processes
 from stages.artifacts.secrets import redact
 from stages.artifacts.store import Damaged, NotInStore, Store, is_segment, leave_out
+
+_MISSED = 10  # heartbeats of a run until it counts as lost
 
 
 def _check_name(name: str, what: str) -> str:
@@ -48,7 +52,7 @@ def write_run(store: Store, run: dict[str, Any]) -> None:
 
 
 def read_run(store: Store, run: str) -> dict[str, Any] | None:
-    """What is known of a run, None if nothing. One whose process has ended without a word is "killed".
+    """What is known of a run, None if nothing. One whose process has ended without a word is "killed" or "lost".
 
     Raises:
         Damaged: the object is not a run.
@@ -62,17 +66,16 @@ def read_run(store: Store, run: str) -> dict[str, Any] | None:
         raise Damaged(f"{key} in store {store.url} is not JSON: {error}") from None
     if not isinstance(value, dict) or value.get("id") != run:
         raise Damaged(f"{key} in store {store.url} is not the run of that name")
-    return as_it_is(value)
+    if value.get("state") != "running":
+        return value
+    if _is_gone(value):
+        return _ended(value, "killed")
+    return _ended(value, "lost") if _is_silent(store, key, value) else value
 
 
-def as_it_is(run: dict[str, Any]) -> dict[str, Any]:
-    """The document of a run, with the truth in place of the "running" that a process of this machine left at its end.
-
-    What ran then was "killed", what waited is "stopped".
-    """
-    if run.get("state") != "running" or not _is_gone(run):
-        return run
-    ends = {"running": "killed", "waiting": "stopped"}
+def _ended(run: dict[str, Any], state: str) -> dict[str, Any]:
+    """The document of a run that is not running, whatever its process left: what waited is "stopped"."""
+    ends = {"running": state, "waiting": "stopped"}
     steps = run.get("steps")
     if isinstance(steps, dict):
         steps = {
@@ -81,7 +84,7 @@ def as_it_is(run: dict[str, Any]) -> dict[str, Any]:
             else step
             for name, step in steps.items()
         }
-    return run | {"state": "killed"} | ({"steps": steps} if "steps" in run else {})
+    return run | {"state": state} | ({"steps": steps} if "steps" in run else {})
 
 
 def _is_gone(run: dict[str, Any]) -> bool:
@@ -89,6 +92,15 @@ def _is_gone(run: dict[str, Any]) -> bool:
     if not (isinstance(place, str) and type(pid) is int and isinstance(born, str)):
         return False  # written before these were
     return processes.is_gone(place, pid, born)
+
+
+def _is_silent(store: Store, key: str, run: dict[str, Any]) -> bool:
+    """Whether a run of another machine was not heard of for long; its document is renewed every `heartbeat` seconds."""
+    heartbeat = run.get("heartbeat")
+    if not isinstance(heartbeat, int | float) or run.get("place") == processes.place():
+        return False
+    modified = next((info.modified for info in store.list(key) if info.key == key), None)
+    return modified is not None and store.now() - modified > _MISSED * heartbeat
 
 
 def list_runs(store: Store) -> Iterator[dict[str, Any]]:

@@ -104,10 +104,18 @@ def test_only_what_is_whole_can_be_promoted(tmp_path: Path, store: Store) -> Non
     assert ref_names(store) == []
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../x", "-a", "ä", "a" * 101, "deadbeef"])
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "-a", "ä", "a" * 101, "deadbeef", "none", "None"])
 def test_names_that_could_mean_something_else_are_refused(tmp_path: Path, store: Store, name: str) -> None:
     with pytest.raises(ValueError, match="reference"):
         promote(store, name, "sha256:" + "0" * 64, who=ME)
+
+
+def test_a_reference_from_before_its_name_was_refused_can_still_be_read_and_moved(tmp_path: Path, store: Store) -> None:
+    one, two = artifact(tmp_path, store, "one"), artifact(tmp_path, store, "two")
+    promote(store, "prod", one, who=ME)
+    store.put("refs/none.json", store.get("refs/prod.json").replace(b'"prod"', b'"none"'))
+    assert promote(store, "none", two, who=ME).history[-1].previous == one
+    assert [ref.name for ref in refs(store)] == ["none", "prod"]
 
 
 def test_a_reference_that_was_tampered_with_is_damage(tmp_path: Path, store: Store) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,30 @@ def test_a_run_whose_process_was_killed_is_not_running_any_more(store: Store) ->
         "sft": "stopped",
         "data": "done",
     }
+
+
+def test_a_run_of_another_machine_that_is_silent_for_long_is_lost_until_it_is_heard_of_again(store: Store) -> None:
+    steps = {"base": {"status": "running"}, "sft": {"status": "waiting"}, "data": {"status": "done"}}
+    run: dict[str, Any] = {"id": "far-otter", "state": "running", "started": "2026", "steps": steps, "place": "another"}
+    here = {"place": processes.place(), "pid": os.getpid(), "born": processes.born(os.getpid())}
+    others = {"patient": {"heartbeat": 60}, "older": {}, "here": {"heartbeat": 0.1} | here, "odd": {"heartbeat": "x"}}
+    for name, more in others.items():
+        write_run(store, run | {"id": name} | more)
+    write_run(store, run | {"heartbeat": 0.3})
+    assert (read_run(store, "far-otter") or {})["state"] == "running"
+    limit = time.monotonic() + 30
+    while (read_run(store, "far-otter") or {})["state"] == "running" and time.monotonic() < limit:
+        time.sleep(0.2)
+    found = {document["id"]: document["state"] for document in list_runs(store)}
+    assert found == {"far-otter": "lost"} | dict.fromkeys(others, "running")
+    lost = read_run(store, "far-otter") or {}
+    assert {name: step["status"] for name, step in lost["steps"].items()} == {
+        "base": "lost",
+        "sft": "stopped",
+        "data": "done",
+    }
+    write_run(store, run | {"heartbeat": 0.3})
+    assert (read_run(store, "far-otter") or {})["state"] == "running"
 
 
 def test_logs_grow_by_step_and_read_by_run_in_order_of_time(store: Store) -> None:

@@ -63,6 +63,8 @@ def test_a_stopped_step_says_where_it_was_saved() -> None:
     state.apply({"type": "saved", "step": "base", "at": 281, "seconds": 1.1})
     state.apply(step("base", "stopped"))
     assert says(state, state.lines["base"], 0.0) == "saved at step 281 (1.1 s)"
+    state.apply({"type": "saved", "step": "base", "at": 282, "seconds": 0.04})  # too short to be shown
+    assert says(state, state.lines["base"], 0.0) == "saved at step 282"
     state.apply(step("corpus", "running"))
     state.apply(step("corpus", "stopped"))
     assert says(state, state.lines["corpus"], 0.0) == "stopped before its first save; it starts again next time"

@@ -82,8 +82,21 @@ def test_a_verb_that_is_asked_to_end_leaves_nothing_half_done(folder: Path, numb
     process.send_signal(number)
     time.sleep(0.2)
     os.close(os.open(blob, os.O_RDWR))
-    assert process.wait(60) == 130
+    assert process.wait(60) == 128 + number
     assert not list(folder.glob("*out*")) + list(folder.glob(".out*"))
+
+
+def test_a_reference_may_not_be_called_as_nothing_is_and_says_when_it_hides_a_step(folder: Path) -> None:
+    one = said(folder, "import", "one")["artifact"]
+    write_run(open_store(folder / ".headrace"), {"id": "calm-otter", "started": "2026-01-01", "steps": {"sft": {}}})
+    for command in (["promote", one, "none"], ["import", "one", "--ref", "none"]):
+        refused = headrace(folder, *command)
+        assert refused.returncode == 2
+        assert refused.stderr == ("headrace: 'none' means that there is no reference; take another name for one.\n")
+    assert headrace(folder, "promote", one, "sft", "--expect", "none").stderr == (
+        "headrace: sft is the name of a step too; it means the reference from now on, and calm-otter/sft the step\n"
+    )
+    assert headrace(folder, "promote", one, "data").stderr == ""
 
 
 def test_data_is_imported_promoted_rolled_back_and_its_history_shown(folder: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_run_that_is_killed_or_interrupted_goes_on_where_it_was(
             if event.get("type") == "saved" and event.get("step") == step and not stages:
                 stages = stage_processes(command)
                 process.send_signal(number)
-        assert process.wait() == (-number if number == signal.SIGKILL else 130)
+        assert process.wait() == (-number if number == signal.SIGKILL else 128 + number)
         _, alive = psutil.wait_procs(stages, timeout=60)
         assert not alive, "a stage outlived its run"
         entry = plan(folder)[step]

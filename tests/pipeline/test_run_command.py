@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -142,25 +144,52 @@ def test_a_store_that_cannot_be_is_said_in_a_sentence(folder: Path, place: str, 
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_saves_exits_130_and_goes_on(folder: Path, number: signal.Signals) -> None:
-    slow = ["--set", "better.max_steps=60", "--set", "better.pause=0.1"]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_run_saves_exits_with_its_signal_and_goes_on(folder: Path, number: signal.Signals) -> None:
+    slow = ["--set", "better.max_steps=300", "--set", "better.pause=0.1"]
     process = start(folder, "run", "toy.yaml", "--no-prefect", *slow)
     read_until(process, r"better +running")
     wait_for_progress(folder, "better")
     process.send_signal(number)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    saved = re.search(r"^better: saved at step (\d+) \(\d", said, re.MULTILINE)
+    assert process.returncode == 128 + number
+    saved = re.search(r"^better: saved at step (\d+)", said, re.MULTILINE)
     assert saved is not None, said
     assert "Stopping: what runs is saved first." in said
     assert "Run the same command to go on from there." in said
 
     plan = headrace(folder, "plan", "toy.yaml", *slow).stdout
     assert f"saved progress at step {saved[1]}" in plan
-    done = headrace(folder, "run", "toy.yaml", "--no-prefect", "--set", "better.max_steps=60")
+    done = headrace(folder, "run", "toy.yaml", "--no-prefect", "--set", "better.max_steps=300")
     assert done.returncode == 0
     assert f"better  resumed at step {saved[1]}" in done.stdout
+
+
+@pytest.mark.parametrize("gone", ["terminal", "pipe"])
+def test_a_run_whose_output_is_gone_saves_and_exits_as_by_its_signal(folder: Path, gone: str) -> None:
+    slow = ["--set", "better.max_steps=600", "--set", "better.pause=0.1"]
+    command = [sys.executable, "-m", "flows.cli", "run", "toy.yaml", "--no-prefect", *slow]
+    ours, its = pty.openpty() if gone == "terminal" else os.pipe()
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment(),
+        stdout=its,
+        stderr=its,
+        start_new_session=True,
+        # The terminal that hangs up signals the session whose own it is.
+        preexec_fn=(lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0)) if gone == "terminal" else None,
+    )
+    os.close(its)
+    said = b""
+    while not re.search(rb"better.*(step [1-9]|running)", said):
+        said += os.read(ours, 65536)
+    wait_for_progress(folder, "better")
+    os.close(ours)
+    assert process.wait(60) == 128 + (signal.SIGHUP if gone == "terminal" else signal.SIGPIPE)
+    [document] = json.loads(headrace(folder, "status", "--json").stdout)
+    assert (document["state"], document["steps"]["better"]["status"]) == ("stopped", "stopped")
+    assert "saved progress at step" in headrace(folder, "plan", "toy.yaml", *slow).stdout
 
 
 def test_a_second_interrupt_kills_a_stage_that_does_not_stop(folder: Path) -> None:
@@ -200,10 +229,28 @@ def test_a_whole_run_in_prefect_with_a_server_of_its_own_is_interrupted_and_leav
     [server] = [child for child in psutil.Process(process.pid).children() if "flows.local_server" in child.cmdline()]
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=90)
-    assert process.returncode == 130, said
-    assert re.search(r"^better: saved at step \d+ \(\d", said, re.MULTILINE), said
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert re.search(r"^better: saved at step \d+", said, re.MULTILINE), said
     assert "Traceback" not in said
     assert not server.is_running()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before its first answer", "while a step runs"])
+def test_a_frozen_prefect_server_keeps_nobody_waiting(folder: Path, when: str) -> None:
+    process = start(folder, "run", "toy.yaml", "--set", "better.max_steps=600", "--set", "better.pause=0.1")
+    read_until(process, "Starting a Prefect server" if when.startswith("before") else r"better +running")
+    command = psutil.Process(process.pid)
+    server = next(child for child in command.children() if "flows.local_server" in child.cmdline())
+    server.suspend()
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    if when.startswith("while"):
+        read_until(process, r"better +stopped")
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)  # the server alone would be waited for for minutes
+    assert process.returncode == 130
+    assert psutil.wait_procs([server], timeout=30)[1] == []
 
 
 def test_the_prefect_server_of_a_killed_run_ends_by_itself(folder: Path) -> None:

@@ -84,6 +84,17 @@ def run(context):
         if os.fork() == 0:
             time.sleep(600)
             os._exit(0)
+    if config.behaviour == "daemon":
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                (context.scratch.parent / "daemon.pid.tmp").write_text(str(os.getpid()))
+                (context.scratch.parent / "daemon.pid.tmp").rename(context.scratch.parent / "daemon.pid")
+                time.sleep(600)
+            os._exit(0)
+        os.wait()
+        while not (context.scratch.parent / "daemon.pid").exists():
+            time.sleep(0.01)
     count, total = 0, 0
     found = context.work.latest()
     if found is not None:

@@ -140,6 +140,27 @@ def test_what_a_stage_leaves_running_is_killed_with_it(toy: Any, server: Any) ->
     raise AssertionError("the stage's child is still there")
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for orphans")
+@pytest.mark.parametrize("end", ["done", "killed"])
+def test_a_daemon_that_has_left_the_session_of_its_stage_is_killed_with_it(toy: Any, server: Any, end: str) -> None:
+    other = server.start("other", toy.spec("other", key="cd" * 32, total=400, pause=0.05))["pid"]
+    server.start("one", toy.spec(behaviour="daemon", total=2 if end == "done" else 400, pause=0.05))
+    toy.wait_for_progress(server.folder / "one.events", 1)
+    daemon = int((toy.root / "scratch" / "one" / "daemon.pid").read_text())
+    if end == "killed":
+        server.ask({"id": "one", "signal": "KILL"})
+    assert server.answer()["id"] == "one"
+    assert gone(daemon)
+    assert not gone(other, seconds=0.1)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for orphans")
+def test_a_stage_of_its_own_takes_its_daemon_along(toy: Any) -> None:
+    stage = toy.start(toy.spec(behaviour="daemon", total=1), toy.root / "events")
+    assert stage.wait(60) == 0
+    assert gone(int((toy.root / "scratch" / "one" / "daemon.pid").read_text()), seconds=0.1)
+
+
 def test_events_can_go_to_a_pipe_that_is_being_read(toy: Any, server: Any) -> None:
     pipe = server.folder / "pipe"
     os.mkfifo(pipe)

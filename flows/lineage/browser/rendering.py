@@ -33,6 +33,7 @@ STATES: dict[str, tuple[str, str]] = {
     "failed": ("✗", "failed"),
     "stopped": ("■", "stopped"),
     "killed": ("✗", "killed"),
+    "lost": ("?", "lost"),
     "skipped": ("–", "skipped"),
 }
 # The character that tells a kind of artifact without colour.

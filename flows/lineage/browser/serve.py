@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import sys
@@ -107,7 +108,8 @@ def browse(
             server_header=False,
             timeout_graceful_shutdown=2,
         )
-        uvicorn.Server(config).run(sockets=[listener])
+        with contextlib.suppress(KeyboardInterrupt):  # the end of serving, and no failure of it
+            uvicorn.Server(config).run(sockets=[listener])
 
 
 def _bind(address: Address) -> socket.socket:
