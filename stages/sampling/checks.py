@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stages.contract import Refused
-from stages.modeling.checkpoint import end_of_turn_ids
+from stages.modeling.checkpoint import end_of_turn_ids, token_ids
 
 
 def check_sequences(model: Any, sequences: Iterable[tuple[str, int, int]], *, completion: int = 0) -> None:
@@ -47,8 +47,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
         Refused: there are none.
     """
     named = getattr(model.generation_config, "eos_token_id", None)
-    ids = {*(named if isinstance(named, list | tuple) else [named]), *end_of_turn_ids(tokenizer)}
-    found = sorted(token for token in ids if token is not None)
+    found = sorted({*token_ids(named), *end_of_turn_ids(tokenizer)})
     if not found:
         raise Refused("the model has no end-of-turn token: set eos_token_id in its generation_config.json")
     return found
