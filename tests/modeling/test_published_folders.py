@@ -64,9 +64,7 @@ def test_weights_that_are_codes_of_a_quantiser_are_refused(folder, kind, called)
 
 def test_weights_that_the_config_has_no_place_for_are_refused_unless_they_are_left_out_aloud(folder):
     edit(folder / "config.json", num_hidden_layers=1)
-    with pytest.raises(
-        Refused, match=r"without model\.layers\.1\.input_layernorm\.weight, which is in the file"
-    ):
+    with pytest.raises(Refused, match=r"without model\.layers\.1\.input_layernorm\.weight, which is in the file"):
         load_model(folder)
     told = []
     assert load_model(folder, leave_out=told.extend).config.num_hidden_layers == 1
