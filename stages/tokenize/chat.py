@@ -9,12 +9,14 @@ Invariants:
 - A template for which the text so far is not a prefix of the text later on, or which prints the date, is refused: what
   the model is trained on would not be what it meets.
 - No message can write a control token.
+- A call of a tool is written alike whether its arguments are an object or a string of JSON.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from stages.contract import Refused
 from stages.tokenize.readers import BadRow, all_strings, clean_text
 from stages.tokenize.tokenizer import Encoding, TextTokenizer
+from stages.tokenize.tool_calls import Form, form_taken, in_form
 
 _SPEAKERS = ("user", "assistant")  # who must say something in each turn
 _SHAREGPT = {"human": "user", "gpt": "assistant"}  # the names of its speakers; others are the same
@@ -215,6 +218,10 @@ class ChatRenderer:
             raise Refused(_prefix_error(text, prompt, text, length))
         return text[len(prompt) :]
 
+    @cached_property
+    def _arguments(self) -> Form | None:
+        return form_taken(lambda messages: self._rendered(messages, None, False, marked=False)[0])
+
     def _render(self, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False) -> str:
         return self._call(messages, tools, add_generation_prompt, marked=False)[0]
 
@@ -222,6 +229,13 @@ class ChatRenderer:
         return self._call(messages, tools, False, marked=True)
 
     def _call(
+        self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool, *, marked: bool
+    ) -> tuple[str, list[Span]]:
+        if any(message.get("tool_calls") for message in messages):
+            messages = in_form(messages, self._arguments)
+        return self._rendered(messages, tools, add_generation_prompt, marked=marked)
+
+    def _rendered(
         self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool, *, marked: bool
     ) -> tuple[str, list[Span]]:
         import jinja2
