@@ -210,13 +210,16 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
     ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     if not getattr(tokenizer, "chat_template", None):
         return ids
-    reply = "qzreply"
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": reply}]
-    try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # a template may raise whatever it likes for a conversation it does not serve
-        return ids
-    tail = rendered.rpartition(reply)[2]
+    reply, tail = "qzreply", ""
+    for content in (str, lambda text: [{"type": "text", "text": text}]):  # some templates want contents in parts
+        messages = [{"role": "user", "content": content("q")}, {"role": "assistant", "content": content(reply)}]
+        try:
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # a template may raise whatever it likes for a conversation it does not serve
+            continue
+        if reply in rendered:
+            tail = rendered.rpartition(reply)[2]
+            break
     special = set(tokenizer.all_special_ids) | {
         index for index, token in tokenizer.added_tokens_decoder.items() if token.special
     }

@@ -27,7 +27,7 @@ from stages.tokenize.dataset import INFO_FILE, PACKED, SPLITS, tokenizer_folder
 from stages.tokenize.encode import Document, Encoded, EncodedPair, EncodedPrompt, Encoder
 from stages.tokenize.origins import Origin, OriginWriter
 from stages.tokenize.readers import BadRow
-from stages.tokenize.rows import Question, Text, plain_text
+from stages.tokenize.rows import Chat, Question, Text, plain_text
 from stages.tokenize.selection import Item, Source, Tally, drop, find_sources, select, split_of
 from stages.tokenize.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from stages.tokenize.write import PackedWriter, PairWriter, PromptWriter
@@ -143,6 +143,7 @@ def _encode_rows(
     for number, batch in enumerate(_batches(select(context, sources, tally))):
         if number == 0:
             _tell_of_control_tokens(context, batch, tokenizer)
+            _tell_of_lost_reasoning(context, batch, encoder)
         if context.stop_requested:
             raise Stopped("stopped while encoding; it starts again from the beginning")
         for item, encoded in zip(batch, encoder.encode([item.example for item in batch]), strict=True):
@@ -185,6 +186,18 @@ def _tell_of_control_tokens(context: StageContext[Config], batch: list[Item], to
             f"{len(found):,} of the first {len(texts):,} texts hold a control token such as {found[0]!r}, which stays "
             "ordinary text there, so that no model sees the token; give chats as messages, which the chat template "
             "marks",
+            level="warning",
+        )
+
+
+def _tell_of_lost_reasoning(context: StageContext[Config], batch: list[Item], encoder: Encoder) -> None:
+    """Say so where chats hold thoughts beside what is said, and the chat template has no place for them."""
+    chats = [item.example.messages for item in batch if isinstance(item.example, Chat)]
+    lost = [name for messages in chats if (name := encoder.renderer.reasoning_left_out(messages))]
+    if lost:
+        context.log(
+            f"{len(lost):,} of the first {len(chats):,} chats hold {lost[0]}, which the chat template has no place for "
+            "and leaves out; give a template that writes it, with chat_template",
             level="warning",
         )
 
