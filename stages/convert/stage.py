@@ -33,7 +33,15 @@ def run(context: StageContext[Config]) -> None:
         context.log(f"reading {gguf.name}")
         model, tokenizer = load_gguf(gguf, dtype)
     else:
-        model, tokenizer = load_model(folder, dtype=dtype), load_tokenizer(folder)
+
+        def left_out(names: list[str]) -> None:
+            context.log(
+                f"left out {len(names)} weights that the model of config.json has no place for: {names[0]}"
+                f"{', ...' if len(names) > 1 else ''}",
+                "warning",
+            )
+
+        model, tokenizer = load_model(folder, dtype=dtype, leave_out=left_out), load_tokenizer(folder)
     save_checkpoint(model, tokenizer, context.output)
     context.summary(parameters=float(sum(param.numel() for param in model.parameters())))
 

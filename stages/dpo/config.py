@@ -16,7 +16,7 @@ from stages.training.config import TrainingConfig
 class Config(TrainingConfig):
     """Settings of the dpo stage."""
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     INPUTS: ClassVar[dict[str, Input]] = {
         "model": Input(("checkpoint",), description="The model to train, as a rule the one the reference is of."),
         "data": Input(("dataset",), holds=("preference",), description="Preference pairs."),

@@ -16,7 +16,7 @@ from stages.training.config import TrainingConfig
 class Config(TrainingConfig):
     """Settings of the grpo stage."""
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     INPUTS: ClassVar[dict[str, Input]] = {
         "model": Input(("checkpoint",), description="The model to train; with beta above 0 the reference too."),
         "prompts": Input(("dataset",), holds=("prompt",), description="The prompts, with the columns of the rewards."),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ _WRAPPERS = {
     "lora_A",
     "lora_B",
 }
+_PLAIN = ("F64", "F32", "F16", "BF16")  # types of weights, as safetensors calls them
 # How and where from the files were loaded; it says nothing about the model.
 _LOADING_NOTES = (
     "_from_model_config",
@@ -52,7 +54,11 @@ _LOADING_NOTES = (
 
 
 def load_model(
-    folder: Path | str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    folder: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    leave_out: Callable[[list[str]], None] | None = None,
 ) -> PreTrainedModel:
     """Load a causal LM from a Hugging Face folder of safetensors.
 
@@ -60,9 +66,11 @@ def load_model(
         folder: the checkpoint.
         dtype: weights are converted to it.
         device: where the weights end up.
+        leave_out: told the names of weights that the architecture has no place for; they are refused where it is None.
 
     Raises:
-        Refused: the folder has no config.json, no safetensors, needs code of its own, or its weights are incomplete.
+        Refused: the folder has no config.json or no safetensors, is quantised or an adapter, needs code of its own, or
+            its weights are not those of the model that config.json describes.
     """
     folder = Path(folder)
     config = _read_json(folder, "config.json")
@@ -70,6 +78,12 @@ def load_model(
         raise Refused(f"model {folder.name}: its config.json asks for code of its own (auto_map), which is never run")
     if not list(folder.glob("*.safetensors")):
         raise Refused(f"model {folder.name} has no *.safetensors; convert its weights first")
+    if (folder / "adapter_config.json").exists():
+        raise Refused(
+            f"model {folder.name} holds an adapter beside its weights (adapter_config.json); merge it into them first,"
+            " or take its files out of the folder"
+        )
+    _check_plain_weights(folder, config)
     transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -80,11 +94,10 @@ def load_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        text = " ".join(str(error).split())
-        raise Refused(
-            f"model {folder.name} cannot be loaded: {text[:300]}{'...' if len(text) > 300 else ''}"
-        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # checks of a config, code of an architecture and missing packages raise what they like
+        raise Refused(f"model {folder.name} cannot be loaded: {_short(error)}") from error
     if mismatched := sorted(report["mismatched_keys"]):
         name, found, wanted = mismatched[0]
         raise Refused(
@@ -93,10 +106,46 @@ def load_model(
         )
     if missing := sorted(report["missing_keys"]):
         raise Refused(f"model {folder.name}: {len(missing)} weights are missing, the first is {missing[0]}")
+    if unexpected := sorted(report["unexpected_keys"]):
+        if leave_out is None:
+            raise Refused(
+                f"model {folder.name}: config.json describes a model without {unexpected[0]}, which is in the file"
+                f" ({len(unexpected)} such weights); correct config.json, or have a convert step leave them out"
+            )
+        leave_out(unexpected)
     align(model)
+    text_config: Any = model.config.get_text_config(decoder=True)
+    if text_config.tie_word_embeddings and model.get_output_embeddings() is not None and not _is_tied(model):
+        text_config.tie_word_embeddings = False  # the file has a head of its own; readers of the config must find it
     _check_causal(model, folder.name)
     model.to(device)
     return model
+
+
+def _check_plain_weights(folder: Path, config: dict[str, Any]) -> None:
+    """Refuse weights that are codes of a quantiser, which no training can change."""
+    advice = "training needs plain weights: take the model that it was made from"
+    if (quantised := config.get("quantization_config")) is not None:
+        kind = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
+        raise Refused(f"model {folder.name} is quantised (quant_method {kind} in its config.json); {advice}")
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                    part = file.get_slice(name)
+                    kind = part.get_dtype()
+                    if name.endswith("weight") and len(part.get_shape()) > 1 and kind not in _PLAIN:
+                        raise Refused(f"model {folder.name} is quantised ({name} is of type {kind}); {advice}")
+        except (OSError, SafetensorError) as error:
+            raise Refused(f"model {folder.name} cannot be loaded: {path.name}: {_short(error)}") from error
+
+
+def _short(error: Exception) -> str:
+    """The message of an error of a library on one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, KeyError) or not text:  # whose message is the key alone
+        text = f"{type(error).__name__}: {text}"
+    return f"{text[:300]}{'...' if len(text) > 300 else ''}"
 
 
 def _check_causal(model: Any, name: str) -> None:
@@ -107,8 +156,11 @@ def _check_causal(model: Any, name: str) -> None:
     ids = torch.arange(4)[None] % model.get_input_embeddings().weight.shape[0]
     other = ids.clone()
     other[0, -1] = 0
-    with torch.no_grad():
-        one, two = (model(input_ids=row, use_cache=False).logits[0].float() for row in (ids, other))
+    try:
+        with torch.no_grad():
+            one, two = (model(input_ids=row, use_cache=False).logits[0].float() for row in (ids, other))
+    except Exception as error:  # sizes of a config that do not go together are found out by the architecture's own code
+        raise Refused(f"model {name} cannot be run: {_short(error)}; correct its config.json") from error
     if not torch.isfinite(one).all():
         raise Refused(
             f"model {name} gives values that are not finite; its weights are damaged, or too large for the dtype"
@@ -158,13 +210,16 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
     ids = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     if not getattr(tokenizer, "chat_template", None):
         return ids
-    reply = "qzreply"
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": reply}]
-    try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # a template may raise whatever it likes for a conversation it does not serve
-        return ids
-    tail = rendered.rpartition(reply)[2]
+    reply, tail = "qzreply", ""
+    for content in (str, lambda text: [{"type": "text", "text": text}]):  # some templates want contents in parts
+        messages = [{"role": "user", "content": content("q")}, {"role": "assistant", "content": content(reply)}]
+        try:
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # a template may raise whatever it likes for a conversation it does not serve
+            continue
+        if reply in rendered:
+            tail = rendered.rpartition(reply)[2]
+            break
     special = set(tokenizer.all_special_ids) | {
         index for index, token in tokenizer.added_tokens_decoder.items() if token.special
     }
@@ -172,6 +227,12 @@ def end_of_turn_ids(tokenizer: Any) -> list[int]:
         if index in special:
             return ids if index in ids else [*ids, index]
     return ids
+
+
+def token_ids(named: Any) -> list[int]:
+    """The ids in a field of a generation config: one or a list, or in published files -1 or a text for none."""
+    values = named if isinstance(named, list | tuple) else [named]
+    return [value for value in values if isinstance(value, int) and value >= 0]
 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -201,21 +262,41 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 def _generation_config(model: PreTrainedModel, tokenizer: Any) -> GenerationConfig:
     config = model.generation_config or GenerationConfig()
-    known = config.eos_token_id
-    ids = list(known) if isinstance(known, list | tuple) else [] if known is None else [known]
+    ids = token_ids(config.eos_token_id)
     ids += [index for index in end_of_turn_ids(tokenizer) if index not in ids]
     if ids:
         config.eos_token_id = ids[0] if len(ids) == 1 else ids
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ids or [None])[0]
-    if config.bos_token_id is None:
+    if not token_ids(config.pad_token_id):
+        config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ids), None)
+    if not token_ids(config.bos_token_id):
         config.bos_token_id = tokenizer.bos_token_id
+    if _can_be_written(config):
+        return config
+    # Many published models set a temperature without do_sample, which transformers reads but does not write.
+    as_published, config.do_sample = config.do_sample, True
+    if _can_be_written(config):
+        return config
+    config.do_sample = as_published
+    return _without_contradictions(config)
+
+
+def _can_be_written(config: GenerationConfig) -> bool:
     try:
         config.validate(strict=True)
     except ValueError:
-        # Many published models set a temperature without do_sample, which transformers reads but does not write.
-        config.do_sample = True
-    return config
+        return False
+    return True
+
+
+def _without_contradictions(config: GenerationConfig) -> GenerationConfig:
+    """The settings of `config` without those that are of no effect beside the others, such as a length penalty
+    without beams: transformers reads them, and refuses to write them."""
+    tokens = ("eos_token_id", "pad_token_id", "bos_token_id")
+    kept = {name: getattr(config, name) for name in tokens}
+    for name, value in config.to_diff_dict().items():
+        if name not in tokens and _can_be_written(GenerationConfig(**kept | {name: value})):
+            kept[name] = value
+    return GenerationConfig(**kept)
 
 
 def _tidy_json(path: Path) -> None:

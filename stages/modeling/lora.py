@@ -33,12 +33,13 @@ def add_adapter(model: Any, lora: LoRA | None, seed: int) -> Any | None:
         peft's view of the model, for `save_adapter` and `merge_adapter`.
 
     Raises:
-        Refused: no layer of the model has one of the names in `target_modules`.
+        Refused: a name in `target_modules` is of no layer of the model, or of one that no adapter can be merged into.
     """
     if lora is None:
         return None
     from peft import LoraConfig, get_peft_model
 
+    _check_targets(model, lora.target_modules or [])
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -50,10 +51,41 @@ def add_adapter(model: Any, lora: LoRA | None, seed: int) -> Any | None:
     try:
         adapted = get_peft_model(model, config)
     except ValueError as error:
-        names = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _is_linear(part)})
-        raise Refused(f"lora.target_modules: {error}; the model's linear layers are {', '.join(names)}") from error
+        raise Refused(f"lora: {' '.join(str(error).split())}") from error
     forget_head(model)  # the head may be adapted now
     return adapted
+
+
+def _check_targets(model: Any, targets: list[str]) -> None:
+    """Check that each name is of layers that can be adapted, and be merged in the end.
+
+    Raises:
+        Refused: naming the one that is not.
+    """
+    modules = dict(model.named_modules())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    linear = sorted(
+        {name.rpartition(".")[2] for name, part in modules.items() if _is_linear(part) and part is not head}
+    )
+    for target in targets:
+        found = [part for name, part in modules.items() if name == target or name.endswith(f".{target}")]
+        if not found:
+            raise Refused(
+                f"lora.target_modules: the model has no layer {target!r}; its linear layers are {', '.join(linear)}"
+            )
+        for part in found:
+            if not _is_linear(part) and not isinstance(part, torch.nn.Embedding):
+                raise Refused(
+                    f"lora.target_modules: {target!r} is a {type(part).__name__}, which takes no adapter; the model's"
+                    f" linear layers are {', '.join(linear)}"
+                )
+            if tied and (part is embedding or part is head):
+                raise Refused(
+                    f"lora.target_modules: {target!r} shares its weights with the model's"
+                    f" {'head' if part is embedding else 'embedding'}, so an adapter of one of them cannot be merged;"
+                    " leave it out, or train all weights"
+                )
 
 
 def _is_linear(module: torch.nn.Module) -> bool:

@@ -191,5 +191,8 @@ def keeps_documents_apart(model: torch.nn.Module) -> bool:
     second[0, :4] = (first[0, :4] + 1) % embedding.shape[0]
     with evaluating(model):
         extra = attention_inputs(model, segments)
-        logits = [any_model(input_ids=ids, use_cache=False, **extra).logits[0, 4:] for ids in (first, second)]
+        try:
+            logits = [any_model(input_ids=ids, use_cache=False, **extra).logits[0, 4:] for ids in (first, second)]
+        except Exception:  # its code takes no positions or no mask of this shape (BLOOM), and says so in its own way
+            return False
     return torch.allclose(logits[0].float(), logits[1].float(), rtol=1e-4, atol=1e-4)

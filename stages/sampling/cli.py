@@ -63,18 +63,19 @@ def answer(
         max_new_tokens: the longest answer; when None, 256 or as many as the model's positions leave.
 
     Raises:
-        Refused: the folder is not a checkpoint.
+        Refused: the folder is not a checkpoint, or its model cannot be sampled from.
         ValueError: the prompt is empty or too long, or a setting is out of range.
     """
     # Imported here so that `--help` and wrong arguments answer at once.
     from stages.modeling.checkpoint import load_model, load_tokenizer
-    from stages.sampling.checks import eos_token_ids
+    from stages.sampling.checks import check_sampling, eos_token_ids
     from stages.sampling.generate import seeded_generator, stream
 
     if not folder.is_dir():
         raise Refused(f"{folder} is not a folder")
     tokenizer: Any = load_tokenizer(folder)
     model: Any = load_model(folder)
+    check_sampling(model)
     if not prompt:
         raise ValueError("the prompt is empty")
     if raw or not getattr(tokenizer, "chat_template", None):

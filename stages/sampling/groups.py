@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stages.contract import Refused
-from stages.sampling.checks import check_sequences, eos_token_ids, pad_token_id
+from stages.sampling.checks import check_sampling, check_sequences, eos_token_ids, pad_token_id
 from stages.sampling.generate import Completion, generate
 from stages.sampling.rewards import Reward, Scores, check_columns, columns_of, score
 from stages.tokenize.dataset import Prompt
@@ -42,15 +42,16 @@ class Sampler:
         self.pad_id = pad_token_id(self.tokenizer, self.eos_ids)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse prompts that the model cannot read or complete.
+        """Refuse prompts that the model cannot read or complete, and a model that cannot be sampled from.
 
         Raises:
-            Refused: naming the prompt.
+            Refused: naming the prompt, or what the model does.
         """
         if not prompts:
             raise Refused("the prompt dataset has no rows")
         rows = ((f"prompt {p.id}", len(p.prompt_ids), max(p.prompt_ids, default=0)) for p in prompts)
         check_sequences(self.model, rows, completion=self.max_completion_length)
+        check_sampling(self.model)
 
     def sample(
         self,

@@ -9,12 +9,15 @@ Invariants:
 - A template for which the text so far is not a prefix of the text later on, or which prints the date, is refused: what
   the model is trained on would not be what it meets.
 - No message can write a control token.
+- A call of a tool is written alike whether its arguments are an object or a string of JSON.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,8 +26,10 @@ from numpy.typing import NDArray
 from stages.contract import Refused
 from stages.tokenize.readers import BadRow, all_strings, clean_text
 from stages.tokenize.tokenizer import Encoding, TextTokenizer
+from stages.tokenize.tool_calls import Form, form_taken, in_form
 
 _SPEAKERS = ("user", "assistant")  # who must say something in each turn
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # what thoughts beside a content are called
 _SHAREGPT = {"human": "user", "gpt": "assistant"}  # the names of its speakers; others are the same
 
 Message = dict[str, Any]
@@ -98,6 +103,17 @@ def _text_of_parts(parts: list[Any], place: str) -> str:
     return "".join(texts)
 
 
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _with_parts(messages: list[Message]) -> list[Message]:
+    return [
+        message | {"content": _parts(message["content"])} if isinstance(message.get("content"), str) else message
+        for message in messages
+    ]
+
+
 def _says_something(part: Any) -> bool:
     return bool(part.strip()) if isinstance(part, str) else bool(part)
 
@@ -147,6 +163,14 @@ class ChatRenderer:
             if self._special is not None and (found := self._special.search(text)):
                 raise BadRow("control_token", f"a message holds the control token {found.group()!r} as text")
 
+    def reasoning_left_out(self, messages: list[Message]) -> str | None:
+        """The field with the assistant's thoughts that the template has no place for; None where none is lost."""
+        for message in messages:
+            for name in _REASONING:
+                if message["role"] == "assistant" and message.get(name) and name not in self.template:
+                    return name
+        return None
+
     def prompt(self, messages: list[Message], tools: list[Any] | None = None) -> str:
         """Render a chat up to the start of the assistant's turn.
 
@@ -178,25 +202,39 @@ class ChatRenderer:
                 raise BadRow("no_prompt", "the chat starts with the assistant, so there is nothing it answers to")
             before = self._render(messages[:turn], tools, add_generation_prompt=True)
             after = self._render(messages[: turn + 1], tools)
-            if not after.startswith(before) or not text.startswith(after):
+            end = self._kept(after, text)
+            if not after.startswith(before) or end is None or end < len(before):
                 raise Refused(_prefix_error(text, before, after, turn))
-            spans.append((len(before), len(after)))
+            spans.append((len(before), end))
         trained = list(zip(spans, (turn for turn in turns if turn >= first_trained), strict=True))
         self._check_said(messages, text, trained)
         return Rendered(text, spans)
 
+    def _kept(self, after: str, text: str) -> int | None:
+        """How much of a chat up to a turn (`after`) stands in the whole chat; None where words of it do not.
+
+        Some templates put a control token after the last message alone, or another one than after earlier ones.
+        """
+        if text.startswith(after):
+            return len(after)
+        same = _common(after, text)
+        if self._special is None:
+            return None
+        for token in self._special.finditer(after):
+            if token.start() < same < token.end():
+                same = token.start()
+        return None if self._special.sub("", after[same:]).strip() else same
+
     def _check_said(self, messages: list[Message], text: str, trained: list[tuple[Span, int]]) -> None:
-        """Check that a turn without text, which calls a tool or reasons, is not rendered as an empty answer.
+        """Check that no turn is rendered as an empty answer.
 
         Raises:
-            BadRow: it is, so that a model would learn to say nothing.
+            BadRow: one is, so that a model would learn to say nothing.
         """
         for (start, end), turn in trained:
-            if str(messages[turn].get("content") or "").strip():
-                continue
             said = text[start:end] if self._special is None else self._special.sub("", text[start:end])
-            if not said.strip():
-                keys = ", ".join(key for key in messages[turn] if key not in ("role", "content"))
+            if not said.strip() and any(_says_something(part) for key, part in messages[turn].items() if key != "role"):
+                keys = ", ".join(key for key, part in messages[turn].items() if key != "role" and _says_something(part))
                 raise BadRow(
                     "template",
                     f"the chat template leaves out all that message {turn + 1} says ({keys}); give a template that "
@@ -215,6 +253,24 @@ class ChatRenderer:
             raise Refused(_prefix_error(text, prompt, text, length))
         return text[len(prompt) :]
 
+    @cached_property
+    def _arguments(self) -> Form | None:
+        return form_taken(lambda messages: self._rendered(messages, None, False, marked=False)[0])
+
+    @cached_property
+    def _in_parts(self) -> bool:
+        """Whether the template writes a content in parts, as those of models that see pictures, and no plain one."""
+
+        def written(content: Callable[[str], Any]) -> bool:
+            chat = [{"role": "user", "content": content("qzask")}, {"role": "assistant", "content": content("qzreply")}]
+            try:
+                text = self._rendered(chat, None, False, marked=False)[0]
+            except BadRow:
+                return False
+            return "qzask" in text and "qzreply" in text
+
+        return not written(str) and written(_parts)
+
     def _render(self, messages: list[Message], tools: list[Any] | None, *, add_generation_prompt: bool = False) -> str:
         return self._call(messages, tools, add_generation_prompt, marked=False)[0]
 
@@ -222,6 +278,15 @@ class ChatRenderer:
         return self._call(messages, tools, False, marked=True)
 
     def _call(
+        self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool, *, marked: bool
+    ) -> tuple[str, list[Span]]:
+        if any(message.get("tool_calls") for message in messages):
+            messages = in_form(messages, self._arguments)
+        if self._in_parts:
+            messages = _with_parts(messages)
+        return self._rendered(messages, tools, add_generation_prompt, marked=marked)
+
+    def _rendered(
         self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool, *, marked: bool
     ) -> tuple[str, list[Span]]:
         import jinja2
@@ -286,11 +351,16 @@ def end_of_turn(text: str, encoding: Encoding, special: NDArray[np.bool_], first
     )
 
 
+def _common(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def _prefix_error(text: str, before: str, after: str, turn: int) -> str:
     other = before if not after.startswith(before) else after
     longer = after if other is before else text
-    pairs = enumerate(zip(other, longer, strict=False))
-    same = next((index for index, (one, two) in pairs if one != two), min(len(other), len(longer)))
+    same = _common(other, longer)
     return (
         f"the chat template is not made for training: with message {turn + 1} added, it renders the text before it "
         f"differently ({other[same : same + 30]!r} becomes {longer[same : same + 30]!r}). Mark the assistant's turns "

@@ -106,7 +106,7 @@ class TokenizerTrainingConfig(BaseModel):
 class Config(StageConfig):
     """Settings of the tokenize stage."""
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     NEEDS_TORCH: ClassVar[bool] = False
     INPUTS: ClassVar[dict[str, Input]] = {
         "data": Input(
@@ -200,6 +200,11 @@ class Config(StageConfig):
         if self.on_long_rows is not None and self.on_long_rows not in choices:
             raise ValueError(
                 f"on_long_rows: {self.on_long_rows} does not suit {self.format}; it takes {', '.join(choices)}"
+            )
+        if self.add_bos_token and self.format != "text" and self.apply_chat_template:
+            raise ValueError(
+                "add_bos_token is for plain text; a chat begins as its template says, so leave it out, or write the "
+                "token in chat_template"
             )
         if self.train_tokenizer is not None and self.format != "text":
             raise ValueError("train_tokenizer needs format text; give other formats that dataset as their tokenizer")

@@ -201,7 +201,7 @@ class Encoder:
         alone, whole = self.tokenizer.encode([prompt, prompt + completion], special_tokens=special_tokens)
         count = len(alone.ids)
         if not np.array_equal(whole.ids[:count], alone.ids):
-            (rest,) = self.tokenizer.encode([completion], special_tokens=special_tokens)
+            rest = self.tokenizer.encode_rest(completion, special_tokens=special_tokens)
             shift = np.int32(len(prompt))
             return alone, Encoding(rest.ids, rest.bytes, rest.starts + shift, rest.ends + shift)
         return alone, Encoding(whole.ids[count:], whole.bytes[count:], whole.starts[count:], whole.ends[count:])

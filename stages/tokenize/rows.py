@@ -72,6 +72,17 @@ class Question:
 Example = Text | Chat | Completion | Pair | Question
 
 
+def plain_text(example: Example) -> str:
+    """What of an example is encoded as plain text; "" where it is a chat."""
+    if isinstance(example, Text):
+        return example.text
+    if isinstance(example, Completion):
+        return example.prompt + example.completion
+    if isinstance(example, Pair | Question) and isinstance(example.prompt, str):
+        return example.prompt
+    return ""
+
+
 def key(example: Example) -> bytes:
     """A hash of the whole example (32 bytes)."""
     return _hash(asdict(example))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from stages.tokenize.dataset import INFO_FILE, PACKED, SPLITS, tokenizer_folder
 from stages.tokenize.encode import Document, Encoded, EncodedPair, EncodedPrompt, Encoder
 from stages.tokenize.origins import Origin, OriginWriter
 from stages.tokenize.readers import BadRow
-from stages.tokenize.rows import Question, Text
+from stages.tokenize.rows import Chat, Question, Text, plain_text
 from stages.tokenize.selection import Item, Source, Tally, drop, find_sources, select, split_of
 from stages.tokenize.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from stages.tokenize.write import PackedWriter, PairWriter, PromptWriter
@@ -139,7 +140,10 @@ def _encode_rows(
     encoder = Encoder(context.config, tokenizer)
     repeats: Counter[bytes] = Counter()
     done = unknown = 0
-    for batch in _batches(select(context, sources, tally)):
+    for number, batch in enumerate(_batches(select(context, sources, tally))):
+        if number == 0:
+            _tell_of_control_tokens(context, batch, tokenizer)
+            _tell_of_lost_reasoning(context, batch, encoder)
         if context.stop_requested:
             raise Stopped("stopped while encoding; it starts again from the beginning")
         for item, encoded in zip(batch, encoder.encode([item.example for item in batch]), strict=True):
@@ -168,6 +172,32 @@ def _encode_rows(
         context.log(
             f"{unknown:,} tokens are {tokenizer.hf.unk_token}, for the vocabulary cannot write what stands there; a "
             "tokenizer with a token for every byte can",
+            level="warning",
+        )
+
+
+def _tell_of_control_tokens(context: StageContext[Config], batch: list[Item], tokenizer: TextTokenizer) -> None:
+    """Say so where most plain texts hold control tokens, for someone has written the chats' markers into them."""
+    texts = [text for item in batch if (text := plain_text(item.example))]
+    pattern = re.compile("|".join(map(re.escape, tokenizer.special))) if tokenizer.special else None
+    found = [match.group() for text in texts if pattern is not None and (match := pattern.search(text))]
+    if len(found) > len(texts) / 2:
+        context.log(
+            f"{len(found):,} of the first {len(texts):,} texts hold a control token such as {found[0]!r}, which stays "
+            "ordinary text there, so that no model sees the token; give chats as messages, which the chat template "
+            "marks",
+            level="warning",
+        )
+
+
+def _tell_of_lost_reasoning(context: StageContext[Config], batch: list[Item], encoder: Encoder) -> None:
+    """Say so where chats hold thoughts beside what is said, and the chat template has no place for them."""
+    chats = [item.example.messages for item in batch if isinstance(item.example, Chat)]
+    lost = [name for messages in chats if (name := encoder.renderer.reasoning_left_out(messages))]
+    if lost:
+        context.log(
+            f"{len(lost):,} of the first {len(chats):,} chats hold {lost[0]}, which the chat template has no place for "
+            "and leaves out; give a template that writes it, with chat_template",
             level="warning",
         )
 

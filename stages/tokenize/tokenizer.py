@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # What transformers notes about how a tokenizer was loaded; it says nothing about the tokenizer.
 _LOADING_NOTES = ("is_local", "local_files_only", "name_or_path")
+_SPACES = ("\N{LOWER ONE EIGHTH BLOCK}", "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}")  # in SentencePiece, in bytes
+_ANCHORS = ("\n", ".", ")")  # a text is encoded behind one of these, whichever no token joins with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +134,49 @@ class TextTokenizer:
         for text, encoded in zip(texts, self.backend.encode_batch(texts, add_special_tokens=False), strict=True):
             ids = np.array(encoded.ids, dtype=np.int32)
             offsets = np.array(encoded.offsets, dtype=np.int32).reshape(-1, 2)
-            if table is not None:
-                lengths = table[ids]
-            else:
+            if table is None or not self._adds_up(text, ids, table):
                 lengths = _bytes_by_offsets(text, offsets, np.isin(ids, self.special_array))
+            else:
+                lengths = table[ids]
             result.append(Encoding(ids, lengths, offsets[:, 0], offsets[:, 1]))
         return result
+
+    def _adds_up(self, text: str, ids: NDArray[np.int32], table: NDArray[np.int32]) -> bool:
+        """Whether the bytes of byte-level tokens are those of the text: not where it was normalised or a space put
+        before it."""
+        return int(table[ids].sum()) + int(self._written_bytes[ids].sum()) == len(text.encode())
+
+    @cached_property
+    def _written_bytes(self) -> NDArray[np.int32]:
+        """The UTF-8 bytes of each special token as it is written in a text, int32 [vocab_size]; 0 for other tokens."""
+        lengths = np.zeros(self.vocab_size, dtype=np.int32)
+        for index, token in self.backend.get_added_tokens_decoder().items():
+            if token.special:
+                lengths[index] = len(token.content.encode())
+        return lengths
+
+    def encode_rest(self, text: str, *, special_tokens: bool) -> Encoding:
+        """Encode a text that goes on with another one, as if it stood alone, but without the space that some tokenizers
+        (SentencePiece's) put before whatever they encode: with it, the text would not go on with the other as written.
+        """
+        (rest,) = self.encode([text], special_tokens=special_tokens)
+        if not self._puts_space_before:
+            return rest
+        for anchor in _ANCHORS:
+            before, both = self.encode([anchor, anchor + text], special_tokens=special_tokens)
+            count = len(before.ids)
+            if np.array_equal(both.ids[:count], before.ids):
+                shift = np.int32(len(anchor))
+                return Encoding(
+                    both.ids[count:], both.bytes[count:], both.starts[count:] - shift, both.ends[count:] - shift
+                )
+        return rest
+
+    @cached_property
+    def _puts_space_before(self) -> bool:
+        """Whether a text that begins with a letter is encoded with a space before it."""
+        tokens = self.backend.encode("a", add_special_tokens=False).tokens
+        return bool(tokens) and tokens[0][:1] in _SPACES
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer as a Hugging Face folder; the bytes do not depend on where it was loaded from."""

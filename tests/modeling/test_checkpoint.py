@@ -232,3 +232,15 @@ def test_a_tokenizer_is_what_its_file_says_whatever_class_the_folder_names(tmp_p
     assert kept["pre_tokenizer"] == written["pre_tokenizer"]
     opened = AutoTokenizer.from_pretrained(after)
     assert json.loads(opened.backend_tokenizer.to_str())["pre_tokenizer"] == written["pre_tokenizer"]
+
+
+def test_the_end_of_a_turn_is_found_in_templates_that_take_contents_in_parts_and_nowhere_else():
+    parts = tokenizer()
+    parts.chat_template = (
+        "{% for m in messages %}<u>{% for part in m['content'] %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<eot>{% endfor %}"
+    )
+    assert end_of_turn_ids(parts) == [1, 2]
+    mute = tokenizer()
+    mute.chat_template = "<u>{% for m in messages %}<u>{% endfor %}<eot>"
+    assert end_of_turn_ids(mute) == [1]

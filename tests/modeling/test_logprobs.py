@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_models import build
 from torch.nn import functional
+from transformers import BloomConfig, BloomForCausalLM
 
 from stages.modeling import head
 from stages.modeling.logprobs import has_plain_head, token_logprobs, token_loss
@@ -176,6 +177,7 @@ def test_a_recurrent_model_is_seen_to_mix_documents():
     assert keeps_documents_apart(build("gpt2"))
     assert keeps_documents_apart(build("mistral"))
     assert not keeps_documents_apart(build("mamba"))
+    assert not keeps_documents_apart(BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)))
 
 
 def test_looking_at_the_head_leaves_dropout_and_the_random_stream_as_they_were():

@@ -7,10 +7,12 @@ import torch
 from tiny_alignment import END, make_model
 from transformers.cache_utils import DynamicCache
 
+from stages.contract import Refused
 from stages.modeling.logprobs import token_logprobs
 from stages.sampling import generate as generation
 from stages.sampling.batches import completion_batch
 from stages.sampling.cache import GrowingLayer, new_cache
+from stages.sampling.checks import check_sampling
 from stages.sampling.generate import choose, generate, seeded_generator, stream
 
 PROMPTS = [[5, 9, 17], [200, 31, 8, 44, 4, 100, 6], [5, 9, 17], [77], [12, 13, 14, 15, 16, 17, 18, 19, 20, 21]]
@@ -179,3 +181,28 @@ def test_sampling_without_a_generator_is_refused():
 
 def test_no_prompts_give_no_completions():
     assert sample(make_model(), []) == []
+
+
+def test_a_model_that_says_something_else_token_by_token_is_refused():
+    from transformers import Mamba2Config, Mamba2ForCausalLM, RwkvConfig, RwkvForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1}
+    keeps = Mamba2ForCausalLM(Mamba2Config(**sizes, head_dim=8, num_heads=4, state_size=4, n_groups=1))
+    loses = RwkvForCausalLM(RwkvConfig(**sizes | {"num_hidden_layers": 2}, context_length=16))
+    with torch.no_grad():
+        for param in (*keeps.parameters(), *loses.parameters()):
+            if param.ndim == 2:
+                param.copy_(torch.randn_like(param))
+    check_sampling(make_model("llama"))
+    check_sampling(keeps)
+    with pytest.raises(Refused, match=r"the model \(rwkv\) cannot be sampled from here: token by token"):
+        check_sampling(loses)
+
+
+def test_a_model_that_cannot_be_run_token_by_token_is_refused_in_a_sentence():
+    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
+
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16))
+    with pytest.raises(Refused, match=r"the model \(openai-gpt\) cannot be sampled from here: RuntimeError: "):
+        check_sampling(model)

@@ -136,6 +136,54 @@ def test_a_template_that_changes_earlier_turns_is_refused() -> None:
     assert trained_text(tokenizer, encode_chat(tokenizer, chat[:2])) == "<think>hm</think>This.<|im_end|>"
 
 
+def test_a_template_that_ends_the_last_turn_in_another_way_is_trained_as_the_whole_chat_has_it() -> None:
+    """Phi 3 puts the end of text after the last message alone; gpt-oss ends the last turn with a token of its own."""
+    for last, expected in (("<|im_end|>\n<|pad|>", "<|im_end|>\n<|pad|>"), ("<|pad|>", "<|pad|>")):
+        template = (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+            "{% if loop.last and m.role == 'assistant' %}" + last + "{% else %}<|im_end|>\n{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        )
+        tokenizer = tokenizer_with(template)
+        document = encode_chat(tokenizer, CHAT)
+        assert trained_text(tokenizer, document) == "42\n<|im_end|>  naïve 🙂" + expected
+        whole = tokenizer.hf.apply_chat_template(CHAT, return_dict=False)
+        assert document.ids.tolist() == whole
+
+
+def test_a_template_that_takes_contents_in_parts_gets_them_so() -> None:
+    """Templates of models that see pictures leave a plain content out, a character at a time."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}:{% for part in m.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    tokenizer = tokenizer_with(template)
+    document = encode_chat(tokenizer, CHAT)
+    assert trained_text(tokenizer, document) == "42\n<|im_end|>  naïve 🙂<|im_end|>"
+    assert "What is 12 + 30?" in tokenizer.backend.decode(document.ids.tolist())
+    parts = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in CHAT]
+    assert encode_chat(tokenizer, parts).ids.tolist() == document.ids.tolist()
+
+
+def test_thoughts_that_the_template_leaves_out_are_noticed() -> None:
+    thoughtful = [*CHAT[:2], {"role": "assistant", "content": "42", "reasoning_content": "12 and 30"}]
+    plain = ChatRenderer(tokenizer_with(CHATML), {})
+    assert plain.reasoning_left_out(thoughtful) == "reasoning_content"
+    assert plain.reasoning_left_out(CHAT) is None
+    writes = CHATML.replace("{{ message.content }}", "{{ message.reasoning_content }}{{ message.content }}")
+    assert ChatRenderer(tokenizer_with(writes), {}).reasoning_left_out(thoughtful) is None
+
+
+def test_a_turn_of_which_the_template_writes_nothing_is_a_bad_row() -> None:
+    strips = CHATML.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
+    config = Config(format="chat", row_length=512)
+    row = [CHAT[1], {"role": "assistant", "content": "<think>42</think>"}]
+    (bad,) = Encoder(config, tokenizer_with(strips)).encode([parse(config, {"messages": row})])
+    assert isinstance(bad, BadRow)
+    assert "leaves out all that message 2 says (content)" in str(bad)
+
+
 def test_a_template_without_an_end_of_turn_is_refused() -> None:
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}assistant: {% endif %}"

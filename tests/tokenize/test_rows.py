@@ -193,3 +193,14 @@ def test_user_code_of_the_settings_joins_the_fingerprint() -> None:
     )
     assert settings.user_code() == ["my.generators:make", "my.readers:read"]
     assert settings.identity()["generators"][0]["arguments"] == {"count": 1}
+
+
+def test_a_chat_begins_as_its_template_says() -> None:
+    for format in ("chat", "prompt", "preference"):
+        with pytest.raises(
+            ValidationError, match="add_bos_token is for plain text; a chat begins as its template says"
+        ):
+            config(format, add_bos_token=True)
+        assert config(format, add_bos_token=True, apply_chat_template=False).add_bos_token
+        assert config(format, add_bos_token=False).add_bos_token is False
+    assert config("text", add_bos_token=True).add_bos_token

@@ -409,3 +409,16 @@ def test_text_that_the_vocabulary_cannot_write_is_told(
     result = tokenize(config, data=folder({"a.jsonl": json_lines({"text": "the naïve cat sat"})}), tokenizer=tmp_path)
     warnings = result.logs("warning")
     assert any("2 tokens are <unk>, for the vocabulary cannot write" in text for text in warnings) == told
+
+
+def test_chats_that_someone_wrote_out_as_text_are_told_of(tokenize: Any, folder: Any, tokenizer_path: Path) -> None:
+    chats = [{"text": f"<|user|>{number}<|end|><|assistant|>no"} for number in range(3)]
+    prose = [{"text": "plain"}, {"text": "more"}, {"text": "ends with <|end|>"}]
+    for rows, told in ((chats, True), (prose, False)):
+        data = folder({"a.jsonl": json_lines(*rows)})
+        result = tokenize({"format": "text", "row_length": 64}, data=data, tokenizer=tokenizer_path)
+        assert any("control token" in text for text in result.logs("warning")) == told
+    data = folder({"a.jsonl": json_lines({"prompt": "<|user|>q<|assistant|>"})})
+    settings = {"format": "prompt", "apply_chat_template": False}
+    result = tokenize(settings, data=data, tokenizer=tokenizer_path)
+    assert "1 of the first 1 texts hold a control token such as '<|user|>'" in result.logs("warning")[0]

@@ -83,9 +83,35 @@ def test_without_lora_there_is_no_adapter(attempt, inputs):
     assert list(adapter.iterdir()) == []
 
 
-def test_a_layer_that_the_model_lacks_is_refused_with_those_that_it_has(attempt, inputs):
-    with pytest.raises(Refused, match=r"lora\.target_modules: .*the model's linear layers are down_proj, .*q_proj"):
-        train(attempt, inputs, lora={"target_modules": ["query"]})
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (
+            ["query"],
+            r"the model has no layer 'query'; its linear layers are down_proj, .*q_proj, .*v_proj$",
+        ),
+        (["q_proj", "query"], "the model has no layer 'query'"),
+        (["norm"], "'norm' is a Qwen3RMSNorm, which takes no adapter; the model's linear layers are down_proj"),
+        (["q_proj", "lm_head"], "'lm_head' shares its weights with the model's embedding"),
+        (["embed_tokens"], "'embed_tokens' shares its weights with the model's head"),
+    ],
+)
+def test_a_layer_that_cannot_be_adapted_and_merged_is_refused_before_training(attempt, inputs, names, why):
+    with pytest.raises(Refused, match=rf"lora\.target_modules: {why}"):
+        train(attempt, inputs, lora={"target_modules": names})
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_a_head_and_an_embedding_of_their_own_can_be_adapted(name):
+    model = small_model(tied=False)
+    ids = torch.arange(20)[None]
+    adapted = add_adapter(model, LoRA(target_modules=[name]), 0)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(0.3)
+        before = model(ids).logits
+        torch.testing.assert_close(merge_adapter(adapted)(ids).logits, before, rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapted_head_is_seen_and_goes_through_its_own_forward():

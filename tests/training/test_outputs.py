@@ -115,6 +115,49 @@ def test_dropout_is_off_and_the_config_keeps_what_it_said():
     assert gpt2.config.resid_pdrop == 0.5
 
 
+def test_noise_that_is_no_dropout_module_is_off_too():
+    from transformers import (
+        GPTBigCodeConfig,
+        GPTBigCodeForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+        OPTConfig,
+        OPTForCausalLM,
+    )
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1}
+    opt = OPTForCausalLM(
+        OPTConfig(**sizes, num_attention_heads=2, ffn_dim=16, word_embed_proj_dim=16, dropout=0.5, layerdrop=0.5)
+    )
+    starcoder = GPTBigCodeForCausalLM(GPTBigCodeConfig(vocab_size=40, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.5))
+    mixtral = MixtralForCausalLM(
+        MixtralConfig(
+            **sizes, intermediate_size=16, num_attention_heads=2, num_key_value_heads=2, router_jitter_noise=0.5
+        )
+    )
+    ids = torch.arange(10)[None]
+    for model in (opt, starcoder, mixtral):
+        without = model.eval()(ids).logits
+        assert not torch.equal(model.train()(ids).logits, without)
+        before = torch.get_rng_state()
+        disable_dropout(model)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert model.training
+        torch.testing.assert_close(model(ids).logits, without)
+
+
+def test_a_model_whose_dropout_cannot_be_switched_off_is_refused():
+    from transformers import FalconConfig, FalconForCausalLM
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    disable_dropout(FalconForCausalLM(FalconConfig(**sizes)))
+    model = FalconForCausalLM(FalconConfig(**sizes, hidden_dropout=0.5))
+    with pytest.raises(
+        Refused, match=r"\(falcon\) stays random .* set hidden_dropout \(0\.5\) to 0 in its config\.json"
+    ):
+        disable_dropout(model)
+
+
 def test_the_peak_is_that_of_the_data_sheet_and_unknown_devices_have_none():
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
