@@ -57,6 +57,11 @@ def number(value: float) -> str:
     return f"{value:.2e}" if abs(value) < 1 else f"{value:,.0f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """1 -> "1 step", 12 -> "12 steps"."""
+    return f"{number:,} {noun}" + ("s" if number != 1 else "")
+
+
 def percent(value: float) -> str:
     """0.422 -> "42.2%"."""
     return f"{100 * value:.1f}%"
