@@ -76,7 +76,11 @@ def reproduce(store_url: str, name: str, *, as_json: bool) -> int:
     elif same:
         print(f"same bytes: {recorded.artifact}")
     else:
-        print(f"other bytes: {got['']} instead of {recorded.artifact}; differing: {', '.join(differing)}")
+        label = next((label for label in expected if got.get(label) != expected[label]), "")
+        where = f" as {label}" if label else ""
+        print(
+            f"other bytes: {got.get(label)}{where} instead of {expected.get(label)}; differing: {', '.join(differing)}"
+        )
     return 0 if same else 1
 
 

@@ -106,7 +106,7 @@ class TokenizerTrainingConfig(BaseModel):
 class Config(StageConfig):
     """Settings of the tokenize stage."""
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     NEEDS_TORCH: ClassVar[bool] = False
     INPUTS: ClassVar[dict[str, Input]] = {
         "data": Input(
