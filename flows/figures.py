@@ -46,7 +46,9 @@ def count(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits where that is short: 2.41, 0.0832, 3.2e-05, 512."""
+    """Three significant digits where that is short: 2.41, 0.0832, 3.2e-05, 512; a whole number as it is: 12."""
+    if isinstance(value, int):
+        return f"{value:,}"
     if not math.isfinite(value):
         return str(value)
     if value == 0:
