@@ -35,7 +35,7 @@ bench: .venv/.dev-installed
 	$(PYTHON) -m venv .venv
 
 .venv/.run-installed: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "Installing Headrace into .venv (a minute or two, once)"
+	@echo "Installing Headrace into .venv (a few minutes, once)"
 	@$(INSTALL) --editable .
 	@touch $@
 

@@ -155,6 +155,9 @@ code only, `--until STEP` leaves out what that step does not need.
 Fields that are not identity (devices, intervals of saving and logging, limits of time) and `resources` change how a
 step runs, never what it gives.
 
+What a function of yours reads by itself, such as a list of words beside it or a variable of the environment, is no part
+of the key: give it as an input or an argument, write it into the module, or run the step with `--force` after a change.
+
 ## Stages
 """
 

@@ -46,7 +46,9 @@ def count(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits where that is short: 2.41, 0.0832, 3.2e-05, 512."""
+    """Three significant digits where that is short: 2.41, 0.0832, 3.2e-05, 512; a whole number as it is: 12."""
+    if isinstance(value, int):
+        return f"{value:,}"
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -55,6 +57,11 @@ def number(value: float) -> str:
         digits = max(0, 2 - math.floor(math.log10(abs(value))))
         return f"{value:.{digits}f}"
     return f"{value:.2e}" if abs(value) < 1 else f"{value:,.0f}"
+
+
+def counted(number: int, noun: str) -> str:
+    """1 -> "1 step", 12 -> "12 steps"."""
+    return f"{number:,} {noun}" + ("s" if number != 1 else "")
 
 
 def percent(value: float) -> str:

@@ -114,7 +114,15 @@ def logs(store_url: str, run: str | None, step: str | None, *, as_json: bool, fo
             print(for_terminal(f"{_clock(event)} {event.get('step', ''):<12} {text}"), flush=follow)
     if not found and not as_json:
         said = f"step {step} of run {record['id']}" if step else f"run {record['id']}"
-        print(f"{said}: nothing was logged; its steps were cached or did not start.")
+        print(f"{said}: nothing was logged; its steps were cached or did not start.{_where_computed(store, step)}")
+
+
+def _where_computed(store: Store, step: str | None) -> str:
+    """A hint at the newest run in which a step was computed."""
+    for record in list_runs(store) if step is not None else ():
+        if (record.get("steps", {}).get(step) or {}).get("status") in ("done", "failed", "stopped"):
+            return f" It was computed in another: headrace logs {record['id']} {step}"
+    return ""
 
 
 def _following(store: Store, run: str, step: str | None) -> Iterator[dict[str, Any]]:
@@ -130,13 +138,12 @@ def _following(store: Store, run: str, step: str | None) -> Iterator[dict[str, A
 
 def _run_and_step(store: Store, run: str | None, step: str | None) -> tuple[dict[str, Any], str | None]:
     if run is not None and step is None:
-        try:
-            return find_run(store, run), None
-        except UnknownName:
-            for record in list_runs(store):
+        runs = list(list_runs(store))
+        if not any(record["id"] == run for record in runs):
+            for record in runs:  # a step goes before the first letters of a run
                 if run in record.get("steps", {}):
                     return record, run
-            raise
+        return find_run(store, run), None
     record = find_run(store, run)
     if step is not None and step not in record.get("steps", {}):
         steps = ", ".join(record.get("steps", {}))

@@ -108,7 +108,7 @@ def start_server() -> LocalServer | LastingServer | None:
     except (OSError, ValueError) as error:
         raise NoServer(
             f"the Prefect server {url} (PREFECT_API_URL, or the active Prefect profile) does not answer: "
-            f"{getattr(error, 'reason', error)}. Start it, unset it, or run with --no-prefect."
+            f"{getattr(error, 'reason', error)}. Start it, or unset it; `headrace run --no-prefect` needs none."
         ) from None
     return None
 

@@ -320,7 +320,7 @@ def _final_state(result: RunResult) -> State[Any]:
         counts[step.status] = counts.get(step.status, 0) + 1
     told = figures.listed(f"{count} {status}" for status, count in counts.items())
     if result.state == "done":
-        return Completed(message=f"{len(result.steps)} steps: {told}")
+        return Completed(message=f"{figures.counted(len(result.steps), 'step')}: {told}")
     if result.state == "stopped":
         return Cancelled(name="Stopped", message=f"{told}; run it again to go on from there")
     failed = [f"step {step.step}: {step.message}" for step in result.steps.values() if step.status == "failed"]

@@ -2,15 +2,18 @@
 
 The record says what was computed: the stage, its whole config, the digests of its inputs, the number of threads. The
 stage runs from that alone, under a key of its own, so nothing that is cached is touched: when it ends, its result is
-removed again, whatever it gave.
+removed again, whatever it gave. Code of the user's is taken from where it was; where that folder is gone, or on another
+machine, the sources that the store keeps with the result run in its place.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,7 +23,7 @@ from flows.differences import drift, environment_here
 from flows.names import UnknownName, new_run_name, resolve
 from flows.runners.process import ProcessRunner
 from flows.scratch import ScratchFolders
-from stages.artifacts import Result, Store, is_complete, open_store, read_manifest, read_result, results
+from stages.artifacts import Result, Store, fetch, is_complete, open_store, read_manifest, read_result, results
 from stages.artifacts.results import result_key
 from stages.contract import ExitCode, Resources, StageSpec, config_class
 from stages.fingerprint import difference, stage_fingerprint
@@ -38,14 +41,15 @@ def reproduce(store_url: str, name: str, *, as_json: bool) -> int:
     store = open_store(store_url)
     digest = resolve(store, name).digest
     recorded = _record_of(store, digest)
-    spec = _spec(store, recorded)
-    notes = _notes(recorded, spec)
-    if not as_json:
-        took = figures.duration(recorded.seconds)
-        print(f"Reproducing {recorded.step} ({recorded.stage}) of run {recorded.run}, which took {took}")
-        for note in notes:
-            print(f"  note: {note}")
-    outcome, made = _run(store, spec, quiet=as_json)
+    with TemporaryDirectory(prefix="headrace-reproduce-") as kept:
+        spec = _spec(store, recorded, Path(kept) / "code")
+        notes = _notes(recorded, spec)
+        if not as_json:
+            took = figures.duration(recorded.seconds)
+            print(f"Reproducing {recorded.step} ({recorded.stage}) of run {recorded.run}, which took {took}")
+            for note in notes:
+                print(f"  note: {note}")
+        outcome, made = _run(store, spec, quiet=as_json)
     expected = {"": recorded.artifact, **recorded.outputs}
     got = {"": made.artifact, **made.outputs} if made is not None else {}
     differing = _differing(store, expected, got) if made is not None else []
@@ -72,7 +76,11 @@ def reproduce(store_url: str, name: str, *, as_json: bool) -> int:
     elif same:
         print(f"same bytes: {recorded.artifact}")
     else:
-        print(f"other bytes: {got['']} instead of {recorded.artifact}; differing: {', '.join(differing)}")
+        label = next((label for label in expected if got.get(label) != expected[label]), "")
+        where = f" as {label}" if label else ""
+        print(
+            f"other bytes: {got.get(label)}{where} instead of {expected.get(label)}; differing: {', '.join(differing)}"
+        )
     return 0 if same else 1
 
 
@@ -87,7 +95,10 @@ def _record_of(store: Store, digest: str) -> Result:
     )
 
 
-def _spec(store: Store, recorded: Result) -> StageSpec:
+def _spec(store: Store, recorded: Result, kept: Path) -> StageSpec:
+    """What the stage is to be run with. Sources that are needed from the store are put into the folder `kept`."""
+    python_path = _python_path(store, recorded, kept)
+    sys.path += [folder for folder in python_path if folder not in sys.path]
     try:
         config = config_class(recorded.stage).model_validate(recorded.config)
     except (ValueError, ValidationError) as error:
@@ -97,8 +108,6 @@ def _spec(store: Store, recorded: Result) -> StageSpec:
     for label, digest in recorded.inputs.items():
         if not is_complete(store, digest):
             raise UnknownName(f"input {label} of step {recorded.step} ({digest}) is not in store {store.url} any more")
-    python_path = [folder for folder in recorded.record.get("python_path", []) if Path(folder).is_dir()]
-    sys.path += [folder for folder in python_path if folder not in sys.path]
     code = stage_fingerprint(recorded.stage, config.user_code(), [Path(folder) for folder in python_path])
     run = new_run_name(store)
     return StageSpec(
@@ -119,9 +128,24 @@ def _spec(store: Store, recorded: Result) -> StageSpec:
     )
 
 
+def _python_path(store: Store, recorded: Result, kept: Path) -> list[str]:
+    """The folders with the user's code: those of the record, or `kept` with the sources out of the store."""
+    recorded_path = [str(folder) for folder in recorded.record.get("python_path", [])]
+    if all(Path(folder).is_dir() for folder in recorded_path):
+        return recorded_path
+    sources = recorded.code.get("artifact")
+    if not sources or not is_complete(store, sources):
+        return [folder for folder in recorded_path if Path(folder).is_dir()]
+    fetch(store, sources, kept)
+    shutil.rmtree(kept / "stages", ignore_errors=True)  # those of this installation run
+    return [str(kept)]
+
+
 def _notes(recorded: Result, spec: StageSpec) -> list[str]:
     """What is not as it was, and may make other bytes."""
     notes = []
+    if gone := [folder for folder in recorded.record.get("python_path", []) if not Path(folder).is_dir()]:
+        notes.append(f"{', '.join(gone)} is not here: code of yours is what the store kept of it")
     code = spec.record["code"]
     if recorded.code.get("digest") != code["digest"]:
         where = difference(recorded.code.get("files") or {}, code["files"])

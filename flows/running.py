@@ -102,10 +102,10 @@ def plan_lines(plan: Plan) -> list[str]:
     lines = [f"  {step.step:<{width}}  {_plan_line(step)}" for step in plan.steps]
     runs = len(plan.misses)
     if not runs:
-        return [*lines, f"All {len(plan.steps)} steps are there; a run computes nothing."]
+        return [*lines, f"{_all_steps(len(plan.steps))} there; a run computes nothing."]
     cost = f", about {figures.about(plan.seconds)}" if plan.seconds else ""
     steer = "`headrace run` does it; `--accept-code`, `--force`, `--until` steer it."
-    return [*lines, f"{runs} of {len(plan.steps)} steps run{cost}. {steer}"]
+    return [*lines, f"{runs} of {figures.counted(len(plan.steps), 'step')} run{cost}. {steer}"]
 
 
 def _plan_line(step: PlannedStep) -> str:
@@ -161,6 +161,10 @@ def run(request: Request, *, with_prefect: bool, as_json: bool) -> int:
     return {"done": DONE, "stopped": exit_code()}.get(result.state, FAILED)
 
 
+def _all_steps(total: int) -> str:
+    return "The one step is" if total == 1 else f"All {total} steps are"
+
+
 def _line(planned: PlannedStep) -> Line:
     return Line(planned.step, planned.stage, planned.needs)
 
@@ -170,7 +174,7 @@ def _header(plan: Plan, run_id: str, runner: str) -> list[str]:
     cached = "nothing cached" if misses == total else f"{total - misses} cached" if misses else "all cached"
     cost = f", about {figures.about(plan.seconds)} by the last times" if misses and plan.seconds else ""
     return [
-        f"Headrace {plan.recipe.name}: {total} steps, {cached}{cost}",
+        f"Headrace {plan.recipe.name}: {figures.counted(total, 'step')}, {cached}{cost}",
         f"Run {run_id} · store {plan.store.url} · runner {runner}",
     ]
 

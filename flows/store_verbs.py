@@ -142,7 +142,7 @@ def verify(
             print("Mend it from copies: headrace verify --repair, with --from DIR for files that you have elsewhere.")
         if any(is_about_manifest(damage) for damage in left):
             print("A manifest can be made again from a folder with all files of its artifact, such as an earlier pull.")
-        print("Or remove a damaged file from the store and run its recipe again: the step that made it runs again.")
+        print("What a step gave, `headrace run RECIPE --force STEP` puts back; data that was read, --from its folder.")
         return 1
     print(f"ok: {told}" + (f"; {len(mended)} mended" if mended else ""))
     return 0

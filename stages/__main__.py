@@ -7,6 +7,7 @@ sample FOLDER PROMPT    generate from a checkpoint folder (see `stages.sampling.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 0 if arguments else 2
     command, rest = arguments[0], arguments[1:]
+    _write_any_text()
     if command == "run" and len(rest) == 1:
         _fix_environment()
         return _run(Path(rest[0]))
@@ -51,6 +53,13 @@ def _fix_environment() -> None:
         os.environ.setdefault(name, value)
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
+
+
+def _write_any_text() -> None:
+    """Have no `print` fail for its text: generated answers and data hold what an encoding, or UTF-8 itself, lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def _run(spec: Path) -> int:

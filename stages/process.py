@@ -363,6 +363,9 @@ def _config(spec: StageSpec) -> StageConfig:
     return config
 
 
+_MENDED_BY = "`headrace verify --repair --from FOLDER` mends read data, --force on the step that gave it anything else"
+
+
 def _fetch_inputs(spec: StageSpec, config: StageConfig, store: Store, folder: Path, stop: StopFlag) -> dict[str, Path]:
     fetched = {}
     for key, digest in spec.inputs.items():
@@ -375,7 +378,7 @@ def _fetch_inputs(spec: StageSpec, config: StageConfig, store: Store, folder: Pa
                 raise Refused(f"step {spec.step}: input {key} is a {kind}; it takes a {' or '.join(wanted.kinds)}")
             fetch(store, digest, folder / key)
         except (NotInStore, Damaged) as error:
-            raise Refused(f"input {key}: {error}; make it again with --force on the step that gave it") from error
+            raise Refused(f"input {key}: {error}; {_MENDED_BY}") from error
         except ValueError as error:
             raise Refused(f"input {key}: {error}") from error
         fetched[key] = folder / key

@@ -15,7 +15,7 @@ from datetime import datetime
 from itertools import islice
 from typing import Any, NotRequired
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 from typing_extensions import TypedDict
 
@@ -156,6 +156,10 @@ class Refresh:
         problem = ""
         try:
             rows = take(info, number, data)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            where = ".".join(str(part) for part in wrong["loc"]) or "whole file"
+            rows, problem = {}, f"cannot be read: {where}: {wrong['msg'][:200]}"
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, IndexError) as error:
             rows, problem = {}, f"cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         self._add("objects", [(part, info.key, number, info.mark, problem)])

@@ -170,7 +170,7 @@ def open_store(url: str | Path) -> Store:
     A folder is made when something is first put there; a bucket must be there, and is looked at when it is first used.
 
     Raises:
-        StoreError: the URL's scheme is unknown, or the path is not a folder.
+        StoreError: the URL's scheme is unknown or lacks its slashes, or the path is not a folder.
     """
     text = str(url)
     if not text.strip():
@@ -193,6 +193,10 @@ def open_store(url: str | Path) -> Store:
         return FolderStore(Path(unquote(parts.path)))
     if scheme:
         raise StoreError(f"{text}: unknown kind of store {scheme!r}; give a folder, a file:// or an s3:// URL")
+    for prefix, begins in (("s3:", "s3://"), ("file:", "file:///")):
+        if text.lower().startswith(prefix):
+            meant = begins + text[len(prefix) :].lstrip("/")
+            raise StoreError(f"{text}: write {meant}, or ./{text} for a folder of that name")
     try:
         return FolderStore(Path(text).expanduser())
     except RuntimeError:

@@ -93,8 +93,11 @@ class OriginWriter:
                 columns[name] = pa.array(getattr(layout, name)[order], pa.int64())
         place = np.frombuffer(self._place, np.int32)[document] if len(document) else np.zeros(0, np.int32)
         for index, name in enumerate(("source", "path")):
-            values = pa.array([key[index] for key in self._places], pa.string())
-            columns[name] = pa.DictionaryArray.from_arrays(pa.array(place, pa.int32()), values)
+            # Arrow writes a dictionary in which a value stands twice with a tail of memory that nobody has set.
+            unique: dict[str, int] = {}
+            codes = np.array([unique.setdefault(key[index], len(unique)) for key in self._places], np.int32)
+            values = pa.array(list(unique), pa.string())
+            columns[name] = pa.DictionaryArray.from_arrays(pa.array(codes[place], pa.int32()), values)
         for name, values in (("number", self._number), ("other", self._other)):
             if name == "number" or any(values):
                 columns[name] = pa.array(np.frombuffer(values, np.int64)[document], pa.int64())

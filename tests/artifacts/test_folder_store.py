@@ -95,6 +95,8 @@ def test_urls_name_folders_and_nothing_else(tmp_path: Path) -> None:
     for url, words in (
         ("http://host/x", "unknown kind of store 'http'"),
         ("file://other-host/x", "must be on this host"),
+        ("s3:/bucket/x", "write s3://bucket/x"),
+        ("file:x", "write file:///x"),
         ("  ", "is empty"),
     ):
         with pytest.raises(StoreError, match=words):

@@ -169,6 +169,7 @@ def test_a_bar_is_full_only_at_the_end(done: int, total: int | None, full: int |
         (figures.number(3.2e-05), "3.20e-05"),
         (figures.number(float("nan")), "nan"),
         (figures.number(512.4), "512"),
+        (figures.number(12), "12"),
         (figures.number(-12.34), "-12.3"),
         (figures.percent(0.4224), "42.2%"),
         (figures.duration(0.94), "0.9 s"),

@@ -220,6 +220,24 @@ def test_a_halted_step_names_its_checkpoint_and_the_next_run_gives_another_resul
     assert resolve(store, "a").digest == done.steps["a"].artifact != step.kept
 
 
+def test_a_stage_of_the_users_own_is_reproduced_also_where_its_folder_is_gone(
+    runner: ProcessRunner, tmp_path: Path
+) -> None:
+    toys = Toys(tmp_path / "here")
+    Runs(toys, runner)(toys.recipe(ONE), store="../store")
+
+    def reproduced() -> str:
+        command = [sys.executable, "-m", "flows", "reproduce", "a", "--store", str(tmp_path / "store")]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "same bytes" in done.stdout
+        return done.stdout
+
+    assert "note" not in reproduced()
+    toys.folder.rename(tmp_path / "elsewhere")
+    assert f"note: {toys.folder} is not here" in reproduced()
+
+
 @pytest.mark.parametrize("trouble", ["kill@4", "crash@4"])
 def test_a_step_that_is_tried_again_goes_on_and_ends_with_the_same_bytes(runs: Runs, trouble: str) -> None:
     path = runs.toys.recipe(ONE)

@@ -171,3 +171,22 @@ def test_logs_are_followed_until_the_run_has_ended(
     listing.logs(store.url, "golden-otter", None, follow=True, as_json=True)
     worker.join()
     assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == [f"n{n}" for n in range(5)]
+
+
+def test_logs_of_a_step_whose_name_begins_a_run_are_those_of_the_step(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = {"dp": {"status": "done"}, "gold": {"status": "done"}}
+    for number, name in enumerate(("golden-otter", "wide-tern")):
+        write_run(store, RUN | {"id": name, "started": f"2026-11-30T1{number}:00:00+00:00", "steps": steps})
+        append_log(store, name, "gold", [{"type": "log", "time": 1.0, "step": "gold", "text": f"from {name}"}])
+    listing.logs(store.url, "gold", None, as_json=False)
+    assert "from wide-tern" in capsys.readouterr().out
+    listing.logs(store.url, "golden", None, as_json=False)
+    assert "from golden-otter" in capsys.readouterr().out
+    write_run(
+        store,
+        RUN | {"id": "last-heron", "started": "2026-11-30T13:00:00+00:00", "steps": {"gold": {"status": "cached"}}},
+    )
+    listing.logs(store.url, "gold", None, as_json=False)
+    assert "It was computed in another: headrace logs wide-tern gold" in capsys.readouterr().out

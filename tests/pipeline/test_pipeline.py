@@ -193,7 +193,7 @@ def test_a_run_that_is_cancelled_in_prefect_saves_stops_and_can_go_on(
 def test_the_flow_works_without_a_session_as_a_deployment_calls_it(recipe: Path) -> None:
     state = pipeline(recipe=str(recipe), store=str(recipe.parent / "store"), until=["words"], return_state=True)
     assert state.is_completed()
-    assert state.message == "1 steps: 1 done"
+    assert state.message == "1 step: 1 done"
 
 
 def test_a_wrong_recipe_fails_the_flow_with_the_sentence_for_the_user(recipe: Path) -> None:

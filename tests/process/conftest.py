@@ -55,6 +55,8 @@ def run(context):
     config = context.config
     print("a stray print")
     os.write(1, b"a stray write\\n")
+    if config.behaviour == "speak":
+        print("caf\\u00e9 \\ud800")
     if config.behaviour == "refuse":
         raise Refused("data/train.jsonl line 3: field x is missing; add it")
     if config.behaviour == "crash":

@@ -67,6 +67,14 @@ def test_stray_output_never_reaches_the_events(toy: Any) -> None:
     assert "a stray write" in done.stderr
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_no_text_that_a_stage_prints_ends_it(toy: Any, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)  # as a locale without UTF-8 has it
+    done = toy.run(toy.spec(behaviour="speak"))
+    assert done.returncode == 0
+    assert "caf\u00e9 \\ud800" in done.stderr
+
+
 def test_a_full_disk_under_the_scratch_folder_is_one_sentence(toy: Any) -> None:
     ended = toy.run(toy.spec(behaviour="full"))
     assert ended.returncode == 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,3 +111,25 @@ def test_the_number_stands_behind_the_files_name() -> None:
     assert number_of("a line 3.jsonl line 3,017", "a line 3.jsonl") == 3017
     assert number_of("notes line 2", "notes line 2") == 0  # a whole file that is called so
     assert number_of("t.parquet row 12", "t.parquet") == 12
+
+
+def test_a_table_of_many_files_holds_nothing_of_the_memory_that_it_was_made_in(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from stages.tokenize.origins import Origin, OriginWriter
+writer = OriginWriter()
+for number in range(60):
+    writer.add(Origin("data.files", f"part-{number % 20}.txt", number))
+writer.write(Path(sys.argv[1]), None)
+"""
+    made = []
+    for filling in ("1", "77"):  # what glibc fills new memory with
+        path = tmp_path / filling
+        surroundings = os.environ | {"MALLOC_PERTURB_": filling, "ARROW_DEFAULT_MEMORY_POOL": "system"}
+        subprocess.run([sys.executable, "-c", script, str(path)], env=surroundings, check=True, timeout=60)
+        made.append(path.read_bytes())
+    assert made[0] == made[1]
+    pieces = read_origins(tmp_path / "1")
+    assert [piece.origin.path for piece in pieces] == [f"part-{number % 20}.txt" for number in range(60)]
+    assert {piece.origin.source for piece in pieces} == {"data.files"}
