@@ -72,7 +72,7 @@ class Line:
             return self.shown["seconds_left"]
         if self._first is None or not self.total or self.done <= self._first[1]:
             return None
-        return (self.total - self.done) * (now - self._first[0]) / (self.done - self._first[1])
+        return (self.total - self.done) * max(0.0, now - self._first[0]) / (self.done - self._first[1])
 
     def start(self, now: float) -> None:
         """A new attempt: what the one before said no longer counts."""
@@ -123,7 +123,7 @@ class Board:
         if event.get("seconds") is not None:
             line.seconds = float(event["seconds"])
         elif state in ENDED and line.started is not None:
-            line.seconds = now - line.started
+            line.seconds = max(0.0, now - line.started)
         return line if changed else None
 
     def waits_for(self, line: Line) -> list[str]:
@@ -298,7 +298,7 @@ class PlainDisplay(_Lines):
 
     def _progress(self, step: str, now: float) -> None:
         line = self.board.lines.get(step)
-        if line is not None and now - self._told.get(step, 0.0) >= PLAIN_SECONDS:
+        if line is not None and abs(now - self._told.get(step, 0.0)) >= PLAIN_SECONDS:  # the clock may be set back
             self._told[step] = now
             self._print(line, says(self.board, line, now))
 

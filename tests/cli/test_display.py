@@ -106,6 +106,18 @@ def test_plain_lines_tell_changes_of_state_and_progress_every_ten_seconds() -> N
     assert len(lines) == 6
 
 
+def test_a_clock_that_is_set_back_neither_silences_progress_nor_makes_times_negative() -> None:
+    out, clock = io.StringIO(), [1e6]
+    with PlainDisplay(board(), out, lambda: clock[0]) as display:
+        display.event(step("base", "running") | {"time": clock[0]})
+        display.event(progress("base", 1, 40, clock[0]))
+        clock[0] -= 3600
+        display.event(progress("base", 2, 40, clock[0]))
+        display.event(step("base", "done") | {"time": clock[0]})
+    lines = [line[9:] for line in out.getvalue().splitlines()]
+    assert lines == ["base    running (pretrain)", "base    step 2/40 · 1 s left", "base    done in 0.0 s"]
+
+
 def test_plain_lines_say_that_a_step_resumed() -> None:
     out = io.StringIO()
     display = PlainDisplay(board(), out)
