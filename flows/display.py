@@ -21,6 +21,7 @@ from flows import figures
 from flows.visible import for_terminal
 
 BAR = 16
+NARROW = 64  # columns of a terminal below which a line has no room for the stage
 PLAIN_SECONDS = 10.0  # between two lines of progress of one step where there is no terminal
 ENDED = frozenset({"cached", "done", "failed", "stopped", "skipped"})
 NOT_SHOWN = frozenset({"learning_rate", "grad_norm", "seconds_left"})  # figures that tell little from one look
@@ -228,11 +229,11 @@ class LiveDisplay:
         self.console.print(text, markup=False, highlight=False)
 
     def _table(self) -> Any:
-        return table(self.board, time.time())
+        return table(self.board, time.time(), narrow=self.console.width < NARROW)
 
 
-def table(board: Board, now: float) -> Any:
-    """The steps of a board as a rich renderable, one line each."""
+def table(board: Board, now: float, *, narrow: bool = False) -> Any:
+    """The steps of a board as a rich renderable, one line each; where it is narrow, without the stages."""
     from rich.console import Group
     from rich.text import Text
 
@@ -245,7 +246,8 @@ def table(board: Board, now: float) -> Any:
             style = STYLES.get(line.state, "")
             row = Text(no_wrap=True, overflow="ellipsis")
             row.append(f"  {line.step:<{name_width}}  ", style=style)
-            row.append(f"{line.stage:<{stage_width}}  ", style="dim")
+            if not narrow:
+                row.append(f"{line.stage:<{stage_width}}  ", style="dim")
             row.append(f"{_state_column(line):<{BAR}}  ", style=style)
             row.append(says(board, line, now), style="red" if line.state == "failed" else "")
             rows.append(row)

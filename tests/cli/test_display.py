@@ -148,6 +148,11 @@ def test_the_table_has_one_line_a_step_and_fits_the_width() -> None:
     assert len(lines) == 3
     assert all(len(line) <= 60 for line in lines)
     assert lines[0].split()[:5] == ["corpus", "tokenize", "done", "3.1", "s"]
+    console = Console(width=40, file=io.StringIO(), record=True)
+    console.print(table(state, 1010.0, narrow=True))
+    lines = console.export_text().splitlines()
+    assert all(len(line) <= 40 for line in lines)
+    assert lines[0] == "  corpus  done       3.1 s  1.2M tokens…"
     assert "████████░░░░░░░░" in lines[1]
 
 
