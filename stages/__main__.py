@@ -8,6 +8,7 @@ sample FOLDER PROMPT    generate from a checkpoint folder (see `stages.sampling.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def main(arguments: list[str]) -> int:
 
         return serve(rest)
     if command == "sample":
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save: Ctrl-C ends it without a traceback
         from stages.sampling.cli import main as sample
 
         return sample(rest)

@@ -129,6 +129,16 @@ def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_word(folder: Pat
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
+def test_a_model_whose_process_is_killed_says_so_without_a_traceback(folder: Path) -> None:
+    digest = publish(open_store(folder / "wärme"), folder / "files", "checkpoint")
+    (folder / "hook").mkdir()
+    (folder / "hook" / "sitecustomize.py").write_text(HOOK)
+    more = {"PYTHONPATH": f"{folder / 'hook'}:{ROOT}", "INTERRUPT_AT": "stages.sampling.cli"}
+    done = headrace(folder, "sample", digest, "hello", "--store", "wärme", env=environment(**more))
+    told = "headrace: the process of the model was killed by SIGINT\n"
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", told)
+
+
 IN_A_CLASS = """
 import dataclasses, os, signal, sys
 
