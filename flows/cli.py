@@ -402,12 +402,21 @@ def main() -> None:
         drop_output()
         raise SystemExit(FAILED) from None
     except Exception as error:
+        if _comes_of_an_interrupt(error):
+            raise SystemExit(exit_code()) from None
         if not _is_a_persons_error(error):
             raise
         from stages.artifacts import redact
 
         print(f"headrace: {redact(str(error))}", file=sys.stderr)
         raise SystemExit(BAD_REQUEST) from None
+
+
+def _comes_of_an_interrupt(error: BaseException | None) -> bool:
+    """Whether an error stands for Ctrl-C: Python wraps what is raised while a class is made."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _is_a_persons_error(error: Exception) -> bool:

@@ -21,6 +21,7 @@ from flows import figures
 from flows.visible import for_terminal
 
 BAR = 16
+NARROW = 64  # columns of a terminal below which a line has no room for the stage
 PLAIN_SECONDS = 10.0  # between two lines of progress of one step where there is no terminal
 ENDED = frozenset({"cached", "done", "failed", "stopped", "skipped"})
 NOT_SHOWN = frozenset({"learning_rate", "grad_norm", "seconds_left"})  # figures that tell little from one look
@@ -72,7 +73,7 @@ class Line:
             return self.shown["seconds_left"]
         if self._first is None or not self.total or self.done <= self._first[1]:
             return None
-        return (self.total - self.done) * (now - self._first[0]) / (self.done - self._first[1])
+        return (self.total - self.done) * max(0.0, now - self._first[0]) / (self.done - self._first[1])
 
     def start(self, now: float) -> None:
         """A new attempt: what the one before said no longer counts."""
@@ -123,7 +124,7 @@ class Board:
         if event.get("seconds") is not None:
             line.seconds = float(event["seconds"])
         elif state in ENDED and line.started is not None:
-            line.seconds = now - line.started
+            line.seconds = max(0.0, now - line.started)
         return line if changed else None
 
     def waits_for(self, line: Line) -> list[str]:
@@ -228,11 +229,11 @@ class LiveDisplay:
         self.console.print(text, markup=False, highlight=False)
 
     def _table(self) -> Any:
-        return table(self.board, time.time())
+        return table(self.board, time.time(), narrow=self.console.width < NARROW)
 
 
-def table(board: Board, now: float) -> Any:
-    """The steps of a board as a rich renderable, one line each."""
+def table(board: Board, now: float, *, narrow: bool = False) -> Any:
+    """The steps of a board as a rich renderable, one line each; where it is narrow, without the stages."""
     from rich.console import Group
     from rich.text import Text
 
@@ -245,7 +246,8 @@ def table(board: Board, now: float) -> Any:
             style = STYLES.get(line.state, "")
             row = Text(no_wrap=True, overflow="ellipsis")
             row.append(f"  {line.step:<{name_width}}  ", style=style)
-            row.append(f"{line.stage:<{stage_width}}  ", style="dim")
+            if not narrow:
+                row.append(f"{line.stage:<{stage_width}}  ", style="dim")
             row.append(f"{_state_column(line):<{BAR}}  ", style=style)
             row.append(says(board, line, now), style="red" if line.state == "failed" else "")
             rows.append(row)
@@ -298,7 +300,7 @@ class PlainDisplay(_Lines):
 
     def _progress(self, step: str, now: float) -> None:
         line = self.board.lines.get(step)
-        if line is not None and now - self._told.get(step, 0.0) >= PLAIN_SECONDS:
+        if line is not None and abs(now - self._told.get(step, 0.0)) >= PLAIN_SECONDS:  # the clock may be set back
             self._told[step] = now
             self._print(line, says(self.board, line, now))
 

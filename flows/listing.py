@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flows import figures
+from flows.endings import ending
 from flows.names import UnknownName, find_run, resolve
 from flows.visible import for_terminal
 from stages.artifacts import (
@@ -202,7 +203,7 @@ def sample(store_url: str, name: str, prompt: str, *, raw: bool = False) -> int:
         raw: go on with the prompt as it stands, without the chat template.
 
     Returns:
-        The exit code of that process.
+        The exit code of that process; 128 and the number of the signal that killed it.
 
     Raises:
         UnknownName: there is no such artifact, or it is not a checkpoint.
@@ -218,4 +219,8 @@ def sample(store_url: str, name: str, prompt: str, *, raw: bool = False) -> int:
         root = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "stages", "sample", str(folder), *(["--raw"] if raw else []), "--", prompt]
-        return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
+        code = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
+    if code >= 0:
+        return code
+    print(f"headrace: the process of the model was {ending(code)}", file=sys.stderr)
+    return 128 - code

@@ -281,6 +281,8 @@ def _end_with_parent() -> None:
     while sys.stdin.buffer.read(4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(STOP_SECONDS)  # nobody is left who would end it by force, where it does not go by itself
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(port: int, pages: bool) -> None:

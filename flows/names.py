@@ -79,6 +79,10 @@ def resolve(store: Store, name: str, index: Index | None = None) -> Named:
         return _by_digest(store, name)
     runs = runs if index is None else list(list_runs(store))
     known = {step for run in runs for step in run.get("steps", {})} | set(refs)
+    if name in known:
+        raise UnknownName(
+            f"step {name} of store {store.url} has no result yet; `headrace status` shows how its runs ended."
+        )
     hint = _near(name, known) or (f" Steps here: {', '.join(sorted(known))}." if known else " No run is recorded here.")
     raise UnknownName(f"no artifact, reference or step {name!r} in store {store.url}.{hint}")
 

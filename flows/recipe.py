@@ -32,6 +32,8 @@ from stages.contract import Resources, StageConfig, config_class
 
 __all__ = ["Header", "InputRef", "Recipe", "RecipeError", "Step", "declared_parameters", "find_recipe", "load_recipe"]
 
+MAX_BYTES = 4 << 20  # a larger file is no recipe, but data that was named by mistake
+_SHOWN = 200  # characters of an override in a message
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,99}")  # it becomes the name of a log file
 _SPECIAL = ("stage", "inputs", "resources")
 
@@ -68,6 +70,12 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     path = find_recipe(str(name_or_path))
     shown = path.name if path.parent == BUILT_IN else str(name_or_path)
     try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise RecipeError(
+                f"{shown}: has {size:,} bytes; a recipe has {MAX_BYTES:,} at most. Data is named in `inputs`, not "
+                "written in the recipe."
+            )
         text = path.read_text("utf-8")
     except OSError as error:
         raise RecipeError(f"{shown}: cannot be read: {error.strerror}.") from None
@@ -124,6 +132,8 @@ def find_recipe(name: str) -> Path:
         raise RecipeError(f"{quoted(name)} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     if path.is_dir():
         raise RecipeError(f"{name}: is a folder; name a recipe file.")
+    if path.exists() and not path.is_file():
+        raise RecipeError(f"{name}: is not a regular file; write the recipe into one.")
     if not path.is_file():
         folder = path.parent
         others = [str(folder / item.name) for item in folder.glob("*.y*ml")] if folder.is_dir() else []
@@ -189,7 +199,7 @@ class _Reader:
 
     def override(self, argument: str) -> None:
         target, equals, text = argument.partition("=")
-        origin = f"--set {argument}"
+        origin = f"--set {argument if len(argument) <= _SHOWN else argument[: _SHOWN - 1] + '…'}"
         parts = target.strip().split(".")
         if not equals or not all(parts):
             raise RecipeError(f"{origin}: write step.field=value or parameter=value.")

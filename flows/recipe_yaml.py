@@ -85,6 +85,8 @@ def parse(text: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(part for part in (error.problem, error.context) if part)
+        if "'\\t'" in problem:
+            problem = "a tab ('\\t') stands where a value begins; indent with spaces"
         raise YamlError(mark.line + 1 if mark else 1, problem.replace("\n", " ")) from None
     except RecursionError:
         raise YamlError(loader.line + 1, _TOO_DEEP) from None

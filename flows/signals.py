@@ -24,6 +24,14 @@ LEAVE_SECONDS = 3.0
 _first: int | None = None  # the number of the first signal that was heard
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal asks the command to end.
+
+    A class of its own: where KeyboardInterrupt itself passes through an `exec` of text (a dataclass has one), Python
+    ends the process by SIGINT in the end, whatever the exit code.
+    """
+
+
 def exit_code() -> int:
     """Of a command that was stopped: by the first signal it heard, or, having heard none, as Ctrl-C does."""
     return INTERRUPTED if _first is None else 128 + _first
@@ -46,7 +54,7 @@ def interrupting(leave: Callable[[], None] | None = None) -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         if leave is not None:
             leave_after(ended, leave)
-        raise KeyboardInterrupt
+        raise Interrupted
 
     try:
         with _handling(interrupt):

@@ -212,7 +212,7 @@ def import_artifact(store_url: str, paths: list[str], *, ref: str | None, why: s
         StoreError: the store cannot be written.
     """
     store = open_store(store_url)
-    started = datetime.now(UTC)
+    started, begun = datetime.now(UTC), time.monotonic()
     try:
         if ref is not None:
             check_ref_name(ref)
@@ -222,7 +222,7 @@ def import_artifact(store_url: str, paths: list[str], *, ref: str | None, why: s
         hashes.save()
     except ValueError as error:
         raise UnknownName(f"{str(error).rstrip('.')}.") from None
-    finished = datetime.now(UTC)
+    finished, seconds = datetime.now(UTC), time.monotonic() - begun
     names = sorted({Path(path).name for path in paths})
     record: dict[str, Any] = {
         "artifact": digest,
@@ -235,7 +235,7 @@ def import_artifact(store_url: str, paths: list[str], *, ref: str | None, why: s
         "identity": {"artifact": digest},
         "started": started.isoformat(timespec="milliseconds"),
         "finished": finished.isoformat(timespec="milliseconds"),
-        "seconds": round((finished - started).total_seconds(), 3),
+        "seconds": round(seconds, 3),
         "record": {"who": who()},
     }
     write_result(store, Result.model_validate(record))

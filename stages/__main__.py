@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def main(arguments: list[str]) -> int:
 
         return serve(rest)
     if command == "sample":
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save: Ctrl-C ends it without a traceback
         from stages.sampling.cli import main as sample
 
         return sample(rest)

@@ -15,6 +15,7 @@ from typing import Any
 from flows.lineage.entries import Artifact, Edge, File, Hit, MadeFrom, Making, Problem, RefMove, RefRow, Run, Step
 from flows.lineage.index import Index
 
+RUN_STATES = ("running", "done", "failed", "stopped", "killed", "lost")
 _RARE = 3000  # values of a metric, from which on it is common
 
 

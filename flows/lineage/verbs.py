@@ -130,7 +130,13 @@ def why(store_url: str, step: str, run: str | None, *, as_json: bool) -> None:
 
 
 def runs(store_url: str, *, recipe: str | None, state: str | None, number: int, as_json: bool) -> None:
-    """Runs, newest first, each with its cost."""
+    """Runs, newest first, each with its cost.
+
+    Raises:
+        UnknownName: there is no such state.
+    """
+    if state is not None and state not in queries.RUN_STATES:
+        raise UnknownName(f"--state {state}: no such state. States: {', '.join(queries.RUN_STATES)}.")
     index = _index(open_store(store_url))
     found = queries.runs(index, recipe=recipe, state=state, limit=number)
     if as_json:

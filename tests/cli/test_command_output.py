@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,49 @@ def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_word(folder: Pat
     command = [sys.executable, "-m", "flows", "status", "--store", "wärme"]
     done = subprocess.run(command, cwd=folder, env=environment(**more), capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_model_whose_process_is_killed_says_so_without_a_traceback(folder: Path) -> None:
+    digest = publish(open_store(folder / "wärme"), folder / "files", "checkpoint")
+    (folder / "hook").mkdir()
+    (folder / "hook" / "sitecustomize.py").write_text(HOOK)
+    more = {"PYTHONPATH": f"{folder / 'hook'}:{ROOT}", "INTERRUPT_AT": "stages.sampling.cli"}
+    done = headrace(folder, "sample", digest, "hello", "--store", "wärme", env=environment(**more))
+    told = "headrace: the process of the model was killed by SIGINT\n"
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", told)
+
+
+IN_A_CLASS = """
+import dataclasses, os, signal, sys
+
+def interrupt(self, owner, name):
+    if "flows.listing" in sys.modules:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+dataclasses.Field.__set_name__ = interrupt
+"""
+
+
+IN_AN_EXEC = """
+import sys
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "flows.listing":
+            exec("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+        return None
+
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize("hook", [IN_A_CLASS, IN_AN_EXEC])
+def test_a_signal_while_a_class_is_made_ends_the_command_without_a_word(folder: Path, hook: str) -> None:
+    """Python 3.11 makes a RuntimeError of what is raised there, or an end by SIGINT."""
+    (folder / "hook").mkdir()
+    (folder / "hook" / "sitecustomize.py").write_text(hook)
+    done = headrace(folder, "status", env=environment(PYTHONPATH=f"{folder / 'hook'}:{ROOT}"))
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "", "")
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,18 @@ def test_plain_lines_tell_changes_of_state_and_progress_every_ten_seconds() -> N
     assert len(lines) == 6
 
 
+def test_a_clock_that_is_set_back_neither_silences_progress_nor_makes_times_negative() -> None:
+    out, clock = io.StringIO(), [1e6]
+    with PlainDisplay(board(), out, lambda: clock[0]) as display:
+        display.event(step("base", "running") | {"time": clock[0]})
+        display.event(progress("base", 1, 40, clock[0]))
+        clock[0] -= 3600
+        display.event(progress("base", 2, 40, clock[0]))
+        display.event(step("base", "done") | {"time": clock[0]})
+    lines = [line[9:] for line in out.getvalue().splitlines()]
+    assert lines == ["base    running (pretrain)", "base    step 2/40 · 1 s left", "base    done in 0.0 s"]
+
+
 def test_plain_lines_say_that_a_step_resumed() -> None:
     out = io.StringIO()
     display = PlainDisplay(board(), out)
@@ -136,6 +148,11 @@ def test_the_table_has_one_line_a_step_and_fits_the_width() -> None:
     assert len(lines) == 3
     assert all(len(line) <= 60 for line in lines)
     assert lines[0].split()[:5] == ["corpus", "tokenize", "done", "3.1", "s"]
+    console = Console(width=40, file=io.StringIO(), record=True)
+    console.print(table(state, 1010.0, narrow=True))
+    lines = console.export_text().splitlines()
+    assert all(len(line) <= 40 for line in lines)
+    assert lines[0] == "  corpus  done       3.1 s  1.2M tokens…"
     assert "████████░░░░░░░░" in lines[1]
 
 

@@ -117,3 +117,9 @@ def test_a_new_run_never_takes_the_name_of_another(store: FolderStore) -> None:
     assert new_run_name(store, random.Random(7)) != first
     assert free_run_name(store, first) == f"{first}-2"
     assert free_run_name(store, "other") == "other"
+
+
+def test_a_step_that_never_gave_a_result_is_no_misspelling(store: FolderStore) -> None:
+    write_run(store, {"id": "brave-tern", "started": "2026-01-01", "steps": {"sft": {"status": "failed"}}})
+    with pytest.raises(UnknownName, match=r"^step sft of store .* has no result yet; `headrace status` shows how"):
+        resolve(store, "sft")

@@ -249,3 +249,10 @@ def test_a_password_in_the_address_of_a_server_is_not_printed(folder: Path, monk
         assert ended.returncode != 0
         assert "127.0.0.1:9/api" in ended.stdout + ended.stderr
         assert "lovelace" not in ended.stdout + ended.stderr
+
+
+def test_a_state_that_no_run_can_have_is_refused_with_those_that_there_are(folder: Path) -> None:
+    refused = headrace(folder, "runs", "--state", "finished")
+    told = "headrace: --state finished: no such state. States: running, done, failed, stopped, killed, lost.\n"
+    assert (refused.returncode, refused.stderr) == (2, told)
+    assert said(folder, "runs", "--state", "lost") == []

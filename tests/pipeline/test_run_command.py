@@ -273,6 +273,17 @@ def test_the_prefect_server_of_a_killed_run_ends_by_itself(folder: Path) -> None
     raise AssertionError("the server outlives the run that it was for")
 
 
+def test_a_server_whose_run_is_gone_ends_also_where_its_own_end_hangs() -> None:
+    program = (
+        "import signal, threading, time\nfrom flows import local_server\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nlocal_server.STOP_SECONDS = 0.2\n"
+        "threading.Thread(target=local_server._end_with_parent, daemon=True).start()\ntime.sleep(60)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, timeout=50)
+    assert done.returncode == -signal.SIGKILL
+
+
 @pytest.mark.slow
 def test_a_server_that_ends_while_it_starts_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does where two first runs of a user make Prefect's database at once."""

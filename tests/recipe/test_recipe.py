@@ -307,6 +307,16 @@ def test_a_file_that_is_not_there_is_refused_with_the_nearest(project: Path) -> 
         load_recipe("nowhere")
     with pytest.raises(RecipeError, match="is a folder"):
         load_recipe(f"{project}/")
+    os.mkfifo(project / "pipe.yaml")
+    with pytest.raises(RecipeError, match=r"pipe.yaml: is not a regular file"):
+        load_recipe(str(project / "pipe.yaml"))
+    with open(project / "large.yaml", "wb") as file:
+        file.truncate(5_000_000_000)
+    with pytest.raises(RecipeError, match=r"large.yaml: has 5,000,000,000 bytes; a recipe has 4,194,304 at most"):
+        load_recipe(str(project / "large.yaml"))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(str(project / "recipe.yaml"), ["base.hidden_size=" + "9" * 100_000])
+    assert len(str(caught.value)) < 1000
     (project / "binary.yaml").write_bytes(b"a: \xff\xfe")
     with pytest.raises(RecipeError, match="is not UTF-8 text"):
         load_recipe(str(project / "binary.yaml"))

@@ -59,7 +59,7 @@ def test_changing_a_merged_value_leaves_the_others_alone() -> None:
     [
         ("a: 1\nb:\n  c: 1\n  c: 2\n", 4, "b.c is written twice, first on line 3"),
         ("a: 1\nb: [1, 2\nc: 3\n", 3, "expected ',' or ']'"),
-        ("a: 1\n\tb: 2\n", 2, "'\\t'"),
+        ("a: 1\n\tb: 2\n", 2, "a tab ('\\t') stands where a value begins; indent with spaces"),
         ("a: &x [*x]\n", 1, "an alias refers to a value that contains it"),
         ("? [a]\n: 1\n", 1, "a key must be a plain word"),
         ("a: !!python/object/apply:os.system [x]\n", 1, "has no use in a recipe"),

@@ -69,7 +69,7 @@ def runs(site: Site, page: int, state: str | None, recipe: str | None) -> dict[s
         "more": len(found) > PAGE,
         "here_state": state,
         "recipe": recipe,
-        "states": ("running", "done", "failed", "stopped", "killed", "lost"),
+        "states": queries.RUN_STATES,
         "total": queries.count_runs(site.index),
         "running": any(run.state == "running" for run in found),
     }
