@@ -116,7 +116,8 @@ def load_model(
         leave_out(unexpected)
     align(model)
     text_config: Any = model.config.get_text_config(decoder=True)
-    if text_config.tie_word_embeddings and model.get_output_embeddings() is not None and not _is_tied(model):
+    tied_by_config = getattr(text_config, "tie_word_embeddings", False)
+    if tied_by_config and model.get_output_embeddings() is not None and not _is_tied(model):
         text_config.tie_word_embeddings = False  # the file has a head of its own; readers of the config must find it
     _check_causal(model, folder.name)
     model.to(device)
