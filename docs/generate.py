@@ -137,8 +137,9 @@ A tokenize step reads these, each but Parquet also compressed (`.gz`, `.zst`); t
 Anything else is read by a function of your own (`reader`). The columns of a row are TRL's: `text`; `messages`, or
 `prompt` and `completion`; `prompt`, `chosen` and `rejected`; a `prompt` with columns for rewards. Templates take them
 from other columns (`prompt_template: "{question}"`). ShareGPT's `from` and `value` are read as role and content
-(`messages_field: conversations`), a content in parts of text as their text, and `tools` may be JSON in a string. A row
-that does not fit ends the step, with
+(`messages_field: conversations`), a content in parts of text as their text, and `tools` may be JSON in a string, as may
+the arguments of a call: they reach the chat template in the form that it writes as JSON. A turn with `"weight": 0`,
+`"train": false` or `"training": false` is not trained. A row that does not fit ends the step, with
 its file and line, or is dropped and counted (`on_bad_rows: drop`).
 
 ## Identity

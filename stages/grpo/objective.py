@@ -34,6 +34,7 @@ from stages.tokenize.dataset import Prompt
 from stages.training.distributed import all_gather, from_main, my_part, my_share, rows_per_pass
 from stages.training.loop import Figures, MicroBatch
 from stages.training.order import batch_rows
+from stages.training.precision import autocast
 
 # Mean difference of log-probabilities between sampler and trainer: float32 1e-6, bfloat16 1e-2, a wrong mask or
 # position 1.
@@ -79,6 +80,7 @@ class GroupObjective:
         self.limit = None if config.max_steps is not None else config.total_rows(len(prompts))
         self.tables: list[pa.Table] = []
         self.flat_batches = 0  # batches in a row without spread
+        self.cut_batches = 0  # batches in a row in which every completion was cut off, and so left out
         self.step = -1
         self._open: list[MicroBatch] = []
         self._figures: dict[str, float] = {}
@@ -129,7 +131,12 @@ class GroupObjective:
 
     def state(self) -> dict[str, Tensor]:
         """The rollouts so far and, between the iterations of a batch, the batch itself."""
-        plain: dict[str, Any] = {"step": self.step, "flat_batches": self.flat_batches, "figures": self._figures}
+        plain: dict[str, Any] = {
+            "step": self.step,
+            "flat_batches": self.flat_batches,
+            "cut_batches": self.cut_batches,
+            "figures": self._figures,
+        }
         state: dict[str, Tensor] = {}
         if self.tables:
             state["rollouts"] = _as_tensor(records.to_bytes(self.tables))
@@ -144,6 +151,7 @@ class GroupObjective:
         """Put back what `state` gave."""
         plain = json.loads(_as_bytes(state["plain"]))
         self.step, self.flat_batches, self._figures = plain["step"], plain["flat_batches"], plain["figures"]
+        self.cut_batches = plain.get("cut_batches", 0)
         self.tables = [records.from_bytes(_as_bytes(state["rollouts"]))] if "rollouts" in state else []
         self._open = []
         for number, (weight, tokens) in enumerate(plain.get("open", [])):
@@ -170,6 +178,7 @@ class GroupObjective:
         )
         flat = float((advantages.group_std == 0).double().mean())
         self._count_flat(flat, number)
+        self._count_cut(sampled, number)
         self._figures = self._batch_figures(sampled, scores, float(advantages.group_std.mean()), flat)
         return self._cut(sampled, advantages.values.float())
 
@@ -215,7 +224,8 @@ class GroupObjective:
         tensors["sampled_logprobs"] = sampled_logprobs
         tensors["advantages"] = advantages[list(rows)]
         tensors = {name: tensor.to(self.model.device) for name, tensor in tensors.items()}
-        with torch.no_grad():
+        # In the precision of training, or rounding alone would move the ratio away from 1 and the divergence from 0.
+        with torch.no_grad(), autocast(self.model.device, self.config.mixed_precision):
             if compared and self.config.num_iterations > 1:
                 tensors["old_logprobs"] = self._logprobs(self.model, tensors)
             if compared and self.config.beta:
@@ -238,6 +248,16 @@ class GroupObjective:
                 f"{self.flat_batches} batches in a row (up to {number + 1}) in which the completions of each prompt got"
                 f" equal rewards: there is nothing to learn from them. The prompts are too easy or too hard for the"
                 f" model, or the reward does not tell completions apart"
+            )
+
+    def _count_cut(self, sampled: Sampled, number: int) -> None:
+        cut = self.config.mask_truncated_completions and not any(item.finished for item in sampled.completions)
+        self.cut_batches = self.cut_batches + 1 if cut else 0
+        if self.cut_batches and self.cut_batches % WARN_EVERY == 0:
+            self.warn(
+                f"{self.cut_batches} batches in a row (up to {number + 1}) in which every completion was cut off at"
+                f" max_completion_length ({self.config.max_completion_length}), so mask_truncated_completions left all"
+                f" of them out: nothing is trained. Raise max_completion_length"
             )
 
     def _batch_figures(self, sampled: Sampled, scores: Scores, reward_std: float, flat: float) -> dict[str, float]:

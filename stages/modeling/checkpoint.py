@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ def load_model(
         leave_out(unexpected)
     align(model)
     text_config: Any = model.config.get_text_config(decoder=True)
-    if text_config.tie_word_embeddings and model.get_output_embeddings() is not None and not _is_tied(model):
+    tied_by_config = getattr(text_config, "tie_word_embeddings", False)
+    if tied_by_config and model.get_output_embeddings() is not None and not _is_tied(model):
         text_config.tie_word_embeddings = False  # the file has a head of its own; readers of the config must find it
     _check_causal(model, folder.name)
     model.to(device)
@@ -358,15 +360,51 @@ def check_export(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
     tolerance = 1e-4 if model.dtype == torch.float32 and model.device.type == "cpu" else 5e-2
     if not torch.allclose(live, saved, rtol=tolerance, atol=tolerance):
         fail(f"logits of the saved folder differ by {(live - saved).abs().max():.3g}")
-    again = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if again.get_vocab() != tokenizer.get_vocab():
-        fail("the saved tokenizer has another vocabulary")
-    if getattr(again, "chat_template", None) != getattr(tokenizer, "chat_template", None):
-        fail("the chat template is lost")
+    if difference := _tokenizer_difference(tokenizer, folder):
+        fail(difference)
     eos = reloaded.generation_config.eos_token_id
     eos = eos if isinstance(eos, list) else [eos]
     if missing := [index for index in end_of_turn_ids(tokenizer) if index not in eos]:
         fail(f"generation_config.json does not end at token {missing[0]}")
+
+
+def check_tokenizer_export(model: Any, tokenizer: Any, scratch: Path) -> None:
+    """Find before training what the export gate would find of the tokenizer after it.
+
+    Args:
+        model, tokenizer: what `save_checkpoint` will be given.
+        scratch: an existing folder, for one of this function's own.
+
+    Raises:
+        Refused: transformers opens the tokenizer beside a model of this architecture as another one.
+    """
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        _tidy_json(Path(folder) / "tokenizer_config.json")
+        difference = _tokenizer_difference(tokenizer, Path(folder))
+    if difference:
+        raise Refused(
+            f"the checkpoint could not be opened as it is trained: beside a model of type {model.config.model_type},"
+            f" {difference}; give the data such a tokenizer, or take another architecture"
+        )
+
+
+def _tokenizer_difference(tokenizer: Any, folder: Path) -> str | None:
+    """What transformers makes another of in the tokenizer that was saved in `folder`; None where nothing."""
+    again = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    vocabulary, expected = again.get_vocab(), tokenizer.get_vocab()
+    if vocabulary != expected:
+        odd = min(
+            token for token in vocabulary.keys() | expected.keys() if vocabulary.get(token) != expected.get(token)
+        )
+        return (
+            f"the saved tokenizer has another vocabulary when {type(again).__name__} opens it ({odd!r} is"
+            f" {vocabulary.get(odd, 'absent')} there and {expected.get(odd, 'absent')} here)"
+        )
+    if getattr(again, "chat_template", None) != getattr(tokenizer, "chat_template", None):
+        return "the chat template is lost"
+    return None
 
 
 def _odd_names(folder: Path) -> list[str]:

@@ -52,8 +52,42 @@ def add_adapter(model: Any, lora: LoRA | None, seed: int) -> Any | None:
         adapted = get_peft_model(model, config)
     except ValueError as error:
         raise Refused(f"lora: {' '.join(str(error).split())}") from error
+    _check_run(model)
     forget_head(model)  # the head may be adapted now
     return adapted
+
+
+def _check_run(model: Any) -> None:
+    """Check that adapted layers are run as layers. Some code takes the weights out of one and multiplies by itself.
+
+    A layer that is not run although what it lies in is (experts may be idle as a whole) would not be adapted.
+
+    Raises:
+        Refused: naming them.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    run: set[str] = set()
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: run.add(name)) for name, module in model.named_modules()
+    ]
+    embedding = model.get_input_embeddings().weight
+    ids = (torch.arange(16, device=embedding.device) * 7919 % embedding.shape[0])[None]
+    try:
+        with evaluating(model):
+            model(input_ids=ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    adapted = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    idle = {name.rpartition(".")[2] for name in adapted if name not in run and name.rpartition(".")[0] in run}
+    if idle:
+        others = sorted({name.rpartition(".")[2] for name in adapted} - idle)
+        raise Refused(
+            f"lora: the model ({model.config.model_type}) takes the weights of {', '.join(sorted(idle))} without"
+            " running it as a layer, so an adapter on it would do nothing; set lora.target_modules to others, such as "
+            f"{', '.join(others)}"
+        )
 
 
 def _check_targets(model: Any, targets: list[str]) -> None:

@@ -12,6 +12,7 @@ No torch here, so that a reward can be tried without it.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -150,7 +151,8 @@ def _call(reward: Reward, given: dict[str, list[Any]]) -> list[Any]:
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         given = {name: values for name, values in given.items() if name in parameters}
     try:
-        values = reward.function(**given)
+        # A copy, for a function may change what it gets, and the next one, or the next step, must not see that.
+        values = reward.function(**copy.deepcopy(given))
     except (Exception, SystemExit) as error:
         raise Refused(f"reward {reward.name} failed: {failure(error)}") from error
     try:

@@ -9,6 +9,7 @@ Invariants:
 - A template for which the text so far is not a prefix of the text later on, or which prints the date, is refused: what
   the model is trained on would not be what it meets.
 - No message can write a control token.
+- A turn that the data says is not to be trained is not.
 - A call of a tool is written alike whether its arguments are an object or a string of JSON.
 """
 
@@ -187,16 +188,17 @@ class ChatRenderer:
             Refused: the template breaks the rule of prefixes.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        chosen = {turn for turn in turns if turn >= first_trained and _is_trained(messages[turn], turn + 1)}
         if self.marked:
             text, spans = self._render_marked(messages, tools)
             if len(spans) == len(turns):
-                trained = [(span, turn) for span, turn in zip(spans, turns, strict=True) if turn >= first_trained]
+                trained = [(span, turn) for span, turn in zip(spans, turns, strict=True) if turn in chosen]
                 self._check_said(messages, text, trained)
                 return Rendered(text, [span for span, _ in trained])
         text = self._render(messages, tools)
         spans = []
         for turn in turns:
-            if turn < first_trained:
+            if turn not in chosen:
                 continue
             if turn == 0:
                 raise BadRow("no_prompt", "the chat starts with the assistant, so there is nothing it answers to")
@@ -206,7 +208,7 @@ class ChatRenderer:
             if not after.startswith(before) or end is None or end < len(before):
                 raise Refused(_prefix_error(text, before, after, turn))
             spans.append((len(before), end))
-        trained = list(zip(spans, (turn for turn in turns if turn >= first_trained), strict=True))
+        trained = list(zip(spans, sorted(chosen), strict=True))
         self._check_said(messages, text, trained)
         return Rendered(text, spans)
 
@@ -349,6 +351,18 @@ def end_of_turn(text: str, encoding: Encoding, special: NDArray[np.bool_], first
         "the chat template puts no special token after an assistant's turn, so a model would never learn to stop; "
         "give one with chat_template"
     )
+
+
+def _is_trained(message: Message, number: int) -> bool:
+    """Whether the assistant's turn is to be trained: not where it has "weight": 0, or "train" or "training": false.
+
+    Raises:
+        BadRow: a weight is neither 0 nor 1.
+    """
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise BadRow("wrong_type", f'"weight" of message {number} is {weight!r}; a turn is trained (1) or not (0)')
+    return bool(weight) and message.get("train") is not False and message.get("training") is not False
 
 
 def _common(one: str, other: str) -> int:

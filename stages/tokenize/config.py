@@ -136,7 +136,8 @@ class Config(StageConfig):
     messages_field: str = Field(
         "messages",
         min_length=1,
-        description="The column with a list of messages. A turn of the user or the assistant must say something.",
+        description="The column with a list of messages. A turn of the user or the assistant must say something; one "
+        'with `"weight": 0` is not trained.',
     )
     prompt_template: str = Field("{prompt}", description='The prompt, from columns, such as "{question}".')
     completion_template: str = Field("{completion}", description='The completion, from columns, such as "{answer}".')

@@ -130,7 +130,7 @@ def _chat(config: Config, columns: dict[str, Any]) -> Example:
     if _uses_messages(config, columns):
         messages = check_messages(_present(columns, config.messages_field), config.messages_field)
         if not any(message["role"] == "assistant" for message in messages):
-            raise BadRow("no_target", f'"{config.messages_field}" holds no turn of the assistant')
+            raise _no_assistant(f'"{config.messages_field}"', messages)
         return Chat(_with_system(config, messages), tools=_tools(columns))
     prompt = _turns(config, fill(config.prompt_template, columns), config.prompt_template, "user")
     completion = _turns(config, fill(config.completion_template, columns), config.completion_template, "assistant")
@@ -139,15 +139,25 @@ def _chat(config: Config, columns: dict[str, Any]) -> Example:
     before = _with_system(config, _as_messages(prompt, "user"))
     after = _as_messages(completion, "assistant")
     if not any(message["role"] == "assistant" for message in after):
-        raise BadRow("no_target", "the completion holds no turn of the assistant")
+        raise _no_assistant("the completion", after)
     return Chat([*before, *after], first_trained=len(before), tools=_tools(columns))
+
+
+def _no_assistant(what: str, messages: list[Message]) -> BadRow:
+    roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+    return BadRow("no_target", f"{what} holds no turn of the assistant; its roles are {roles}")
 
 
 def _pair(config: Config, columns: dict[str, Any]) -> Pair:
     chosen = _turns(config, fill(config.chosen_template, columns), config.chosen_template, "assistant")
     rejected = _turns(config, fill(config.rejected_template, columns), config.rejected_template, "assistant")
     explicit = any(columns.get(name) is not None for name in template_fields(config.prompt_template))
-    if explicit or config.prompt_template != "{prompt}":
+    whole = all(isinstance(turns, list) and turns[0]["role"] != "assistant" for turns in (chosen, rejected))
+    if config.prompt_template == "{prompt}" and isinstance(columns.get("prompt"), str) and whole:
+        prompt, chosen, rejected = _implicit_prompt(config, columns, chosen, rejected)
+        if str(prompt[-1].get("content")).strip() != columns["prompt"].strip():
+            raise BadRow("wrong_type", '"prompt" is not what the two chats have last in common; leave it out')
+    elif explicit or config.prompt_template != "{prompt}":
         prompt = _turns(config, fill(config.prompt_template, columns), config.prompt_template, "user")
     else:
         prompt, chosen, rejected = _implicit_prompt(config, columns, chosen, rejected)

@@ -259,6 +259,10 @@ def _fitted(config: Config, encoded: Encoded, where: str) -> Encoded:
         if policy == "truncate" and isinstance(encoded, Document):
             end = config.row_length
             encoded = Document(encoded.ids[:end], encoded.mask[:end], encoded.bytes[:end])
+            if not encoded.mask.any():
+                raise BadRow(
+                    "no_target", f"of its {length:,} tokens, none of the first {end:,} (row_length) is trained"
+                )
     if isinstance(encoded, Document) and not encoded.mask.any():
         raise BadRow("no_target", "no token of it is trained")
     return encoded

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.contract import NonFinite, StageContext, Tripwire
-from stages.modeling.checkpoint import save_checkpoint
+from stages.modeling.checkpoint import check_tokenizer_export, save_checkpoint
 from stages.modeling.lora import merge_adapter, save_adapter
 from stages.training import distributed
 from stages.training.loop import RECORDS
@@ -47,11 +47,18 @@ def finish(context: StageContext[Any], model: Any, tokenizer: Any, adapted: Any 
 def kept_when_halted(context: StageContext[Any], model: Any, tokenizer: Any, adapted: Any | None) -> Iterator[None]:
     """Around `train`: where it halts itself, the weights and training.jsonl go into a folder named by the exception.
 
+    A tokenizer that could not be saved in the end is found before.
+
     A step whose loss or gradient was not finite has changed no weight, so they are the last good ones. Where the model
     cannot be saved, the log says why, and the verdict is the same.
 
     Args: as `finish`.
+
+    Raises:
+        Refused: see `stages.modeling.checkpoint.check_tokenizer_export`.
     """
+    if distributed.rank() == 0:
+        check_tokenizer_export(model, tokenizer, context.scratch)
     try:
         yield
     except (Tripwire, NonFinite) as end:

@@ -231,3 +231,27 @@ def test_settings_that_do_not_fit_are_refused(attempt, inputs):
 def test_epochs_take_every_prompt_as_often_as_asked():
     config = Config(**SETTINGS | {"max_steps": None, "num_train_epochs": 2, "num_iterations": 2})
     assert config.total_steps(9) == 10  # 18 prompts, 4 a batch: 5 batches of 2 iterations
+
+
+def test_a_model_that_does_not_change_has_ratio_one_and_no_divergence_at_low_precision(attempt, inputs):
+    settings = {"mixed_precision": "bf16", "num_iterations": 2, "beta": 0.1, "epsilon": 0.001, "learning_rate": 0.0}
+    one = attempt(Config(**SETTINGS | settings), inputs)
+    run(one.context)
+    for record in records(one.output):
+        assert record["clip_ratio/region_mean"] == 0.0
+        assert record["kl"] == 0.0
+
+
+def test_completions_that_are_all_cut_off_and_left_out_are_told_of(inputs, monkeypatch):
+    monkeypatch.setattr("stages.grpo.objective.WARN_EVERY", 2)
+    one, _, warned = objective(inputs, mask_truncated_completions=True, max_completion_length=1, scale_rewards=True)
+    one.sampler.eos_ids = []  # so that nothing ends by itself
+    for step in range(2):
+        one.micro_batches(step)
+    again, _, told = objective(inputs, mask_truncated_completions=True, max_completion_length=1)
+    again.sampler.eos_ids = []
+    again.load_state(one.state())
+    again.micro_batches(2)
+    again.micro_batches(3)
+    for messages, count in ((warned, 2), (told, 4)):
+        assert any(f"{count} batches in a row (up to {count}) in which every completion was cut" in m for m in messages)

@@ -34,6 +34,12 @@ def test_rewards_are_added_up_by_weight():
     assert scores.by_function == {"ended": [1.0, 0.0, 0.0], "length": [1.0, 2.0, 3.0]}
 
 
+def test_what_a_function_does_to_its_arguments_reaches_no_other_one_and_no_later_step():
+    columns = {"answer": [{"a": 1}, {"b": 2}, {"c": 3}]}
+    for _ in range(2):
+        assert scored("untidy", "untidy_too", columns=columns).total == [2.0, 2.0, 2.0]
+
+
 def test_none_leaves_a_function_out_of_that_row():
     scores = scored("only_odd", "length")
     assert scores.total == [1.0, 3.0, 3.0]

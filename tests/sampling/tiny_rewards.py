@@ -69,3 +69,16 @@ def needs_solution(completions, solution):
 def two(completions):
     """A score beyond 1."""
     return [2.0 for _ in completions]
+
+
+def untidy(completions, completion_ids, answer):
+    """1 for a row as it came; it then changes all that it got."""
+    values = [float(len(completion_ids[row]) == row + 1 and bool(answer[row])) for row in range(len(completions))]
+    for part in (*answer, *completion_ids, completions, completion_ids, answer):
+        part.clear()
+    return values
+
+
+def untidy_too(completions, completion_ids, answer):
+    """The same under another name."""
+    return untidy(completions, completion_ids, answer)

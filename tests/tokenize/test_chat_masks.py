@@ -166,6 +166,24 @@ def test_a_template_that_takes_contents_in_parts_gets_them_so() -> None:
     assert encode_chat(tokenizer, parts).ids.tolist() == document.ids.tolist()
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED_CHATML])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}])
+def test_a_turn_that_the_data_says_is_not_to_be_trained_is_not(template: str, mark: dict[str, Any]) -> None:
+    tokenizer = tokenizer_with(template)
+    chat = [message | mark if message["content"] == "42\n" else message | {"weight": 1} for message in CHAT]
+    document = encode_chat(tokenizer, chat)
+    assert trained_text(tokenizer, document) == "  naïve 🙂<|im_end|>"
+    assert document.ids.tolist() == encode_chat(tokenizer, CHAT).ids.tolist()
+
+
+def test_a_turn_of_half_a_weight_is_a_bad_row() -> None:
+    config = Config(format="chat", row_length=512)
+    row = parse(config, {"messages": [CHAT[1], {"role": "assistant", "content": "42", "weight": 0.5}]})
+    (bad,) = Encoder(config, tokenizer_with(CHATML)).encode([row])
+    assert isinstance(bad, BadRow)
+    assert str(bad) == '"weight" of message 2 is 0.5; a turn is trained (1) or not (0)'
+
+
 def test_thoughts_that_the_template_leaves_out_are_noticed() -> None:
     thoughtful = [*CHAT[:2], {"role": "assistant", "content": "42", "reasoning_content": "12 and 30"}]
     plain = ChatRenderer(tokenizer_with(CHATML), {})

@@ -204,3 +204,16 @@ def test_a_chat_begins_as_its_template_says() -> None:
         assert config(format, add_bos_token=True, apply_chat_template=False).add_bos_token
         assert config(format, add_bos_token=False).add_bos_token is False
     assert config("text", add_bos_token=True).add_bos_token
+
+
+def test_a_prompt_beside_whole_chats_is_theirs() -> None:
+    """As UltraFeedback has it: the question as a string, and both chats from their beginning."""
+    row = {"prompt": "q", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
+    assert parse(config("preference"), row) == Pair([USER], [ANSWER], [OTHER])
+    with pytest.raises(BadRow, match='"prompt" is not what the two chats have last in common'):
+        parse(config("preference"), row | {"prompt": "another"})
+
+
+def test_a_chat_without_the_assistant_names_the_roles_it_has() -> None:
+    with pytest.raises(BadRow, match='"messages" holds no turn of the assistant; its roles are user, bot'):
+        parse(config("chat"), {"messages": [USER, {"role": "bot", "content": "a"}, USER]})

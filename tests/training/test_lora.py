@@ -144,3 +144,13 @@ def test_dropout_of_adapters_is_not_asked_for_where_dropout_is_switched_off(conf
         config(lora={"dropout": 0.1})
     assert config(lora={"dropout": 0.1}, disable_dropout=False).lora.dropout == 0.1
     assert config(lora={}).lora.dropout == 0
+
+
+def test_a_layer_whose_weights_are_taken_without_running_it_is_refused_before_training():
+    from transformers import JambaConfig, JambaForCausalLM
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_experts": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+    model = JambaForCausalLM(JambaConfig(**sizes, use_mamba_kernels=False, pad_token_id=None))
+    with pytest.raises(Refused, match=r"\(jamba\) takes the weights of dt_proj without running it .*down_proj"):
+        add_adapter(model, LoRA(r=2), 0)

@@ -1,13 +1,15 @@
 """A run that cannot work ends before its first step, with a sentence that says what to change (code 83)."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from small_runs import make_dataset, make_tokenizer
+from small_runs import make_dataset, make_tokenizer, small_model
 
 from stages.contract import Refused, Resources
+from stages.modeling.checkpoint import check_tokenizer_export
 from stages.pretrain.config import Config as PretrainConfig
 from stages.pretrain.stage import run as pretrain
 from stages.sft.config import Config as SftConfig
@@ -163,3 +165,15 @@ def test_a_tokenizer_that_is_written_in_an_older_form_is_still_the_models_own(tm
     path.write_text(json.dumps(content))
     with pytest.raises(Refused, match="another tokenizer than the model's"):
         check_same_tokenizer(model, data, "input data")
+
+
+def test_a_tokenizer_that_transformers_opens_as_another_one_is_refused_before_training(tmp_path):
+    """transformers gives a Qwen2 model the tokenizer class of Qwen2, which adds its own end of text."""
+    from transformers import Qwen2Config
+
+    model = SimpleNamespace(config=Qwen2Config(vocab_size=260))
+    with pytest.raises(Refused, match=r"type qwen2, the saved tokenizer has another vocabulary .*'<\|endoftext\|>' is"):
+        check_tokenizer_export(model, make_tokenizer(), tmp_path)
+    check_tokenizer_export(model, make_tokenizer(["<|endoftext|>"]), tmp_path)
+    check_tokenizer_export(small_model(), make_tokenizer(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
