@@ -354,6 +354,9 @@ class _Reader:
         )
         if config is None or resources is None:
             return None
+        given = {key.partition(".")[0] for key in inputs}
+        if problem := config.inputs_problem(given):
+            self.bad.add(path, f"{name}: {problem}.")
         return Step(name, stage, inputs, config, resources, self.bad.where(path))
 
     def check_identity(self, name: str, config: StageConfig, path: Where) -> None:

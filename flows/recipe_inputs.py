@@ -164,7 +164,9 @@ def check_kinds(steps: dict[str, Step], bad: Mistakes) -> None:
                 names = [
                     text for text, made, rows in _outputs(steps, step) if not wrong_input(step, ref, made, rows, "")
                 ]
-                label = f"{takes.kinds[0].capitalize()}s" if len(takes.kinds) == 1 else "Fitting outputs"
+                label = (
+                    f"{takes.kinds[0].capitalize().removesuffix('s')}s" if len(takes.kinds) == 1 else "Fitting outputs"
+                )
                 bad.say(f"{ref.where}: {problem} {label} here: {', '.join(names) or 'none'}.")
             elif not ref.output and (problem := lacking_split(step, ref, config.makes_splits(), ref.target)):
                 bad.say(f"{ref.where}: {problem}")

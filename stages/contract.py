@@ -19,7 +19,7 @@ import importlib
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -190,6 +190,13 @@ class StageConfig(BaseModel):
     def reads_splits(self) -> dict[str, tuple[str, str]]:
         """Of inputs that are datasets: input name -> a split that it must have, and the field that says so."""
         return {}
+
+    def inputs_problem(self, given: Collection[str]) -> str:
+        """What is wrong with having inputs of these names beside these settings, as a sentence; "" if nothing.
+
+        A recipe asks before anything starts: after hours of training it would be late to hear it.
+        """
+        return ""
 
     def identity(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
         """The JSON-able identity fields, nested models included."""

@@ -21,6 +21,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -231,6 +232,11 @@ class _Search:
             base = root.joinpath(*parts)
             for file, package in ((base / "__init__.py", True), (base.with_name(parts[-1] + ".py"), False)):
                 if file.is_file():
+                    if root in self._path and parts[0] in sys.stdlib_module_names:
+                        raise CodeError(
+                            f"{file} has the name of a module of Python's own, which a stage may have imported "
+                            "already and would run in its place; rename it"
+                        )
                     return _Found(name, file, file.relative_to(root).as_posix(), package)
             if namespace is None and base.is_dir():
                 namespace = _Found(name, None, base.relative_to(root).as_posix(), True)

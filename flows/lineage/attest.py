@@ -166,12 +166,12 @@ def sign(folder: Path, manifest: Manifest, made: dict[str, Any], key: Path, pass
     signature = folder / SIGNATURE
     signature.unlink(missing_ok=True)
     (folder / STATEMENT).write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    hashed = hashing.Config().set_ignored_paths(paths=[signature])
+    hashed = hashing.Config().set_ignored_paths(paths=[signature.absolute()])
     try:
         signer = signing.Config().use_elliptic_key_signer(private_key=key, password=password)
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(f"the key {key} cannot be used: {error}; make one as docs/lineage.md says") from None
-    signer.set_hashing_config(hashed).sign(folder, signature)
+    signer.set_hashing_config(hashed).sign(folder.absolute(), signature)
     return signature
 
 

@@ -72,10 +72,10 @@ def open_signed(folder: Path, public_key: Path) -> Signed:
         raise StoreError(f"{folder} has no signature {SIGNATURE}; `headrace attest ARTIFACT --sign {folder}` makes one")
     if not public_key.is_file():
         raise StoreError(f"there is no public key {public_key}; docs/lineage.md says how to make one")
-    hashed = hashing.Config().set_ignored_paths(paths=[signature])
+    hashed = hashing.Config().set_ignored_paths(paths=[signature.absolute()])  # relative ones count from the folder
     try:
         verifier = verifying.Config().use_elliptic_key_verifier(public_key=public_key).set_hashing_config(hashed)
-        verifier.verify(folder, signature)
+        verifier.verify(folder.absolute(), signature)
     except Exception as error:  # the library's own and those of three others, with no class in common
         raise SignatureFails(f"the signature of {folder} does not hold: {str(error) or type(error).__name__}") from None
     statement = _read_statement(folder)

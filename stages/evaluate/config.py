@@ -5,6 +5,7 @@ This module imports no torch, for `flows` reads it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -59,6 +60,14 @@ class Config(StageConfig):
     save_seconds: Annotated[float, NotIdentity()] = Field(
         30.0, gt=0, description="Seconds between saves of progress; a model that is measured is one part."
     )
+
+    def inputs_problem(self, given: Collection[str]) -> str:
+        """Something to measure is there, and answers are scored."""
+        if not {"text", "prompts", "preferences"} & set(given):
+            return "nothing to measure: give at least one of the inputs text, prompts and preferences"
+        if "prompts" in given and self.score is None:
+            return "input prompts needs `score`, a module:function that gives 1 for a right completion and 0 else"
+        return ""
 
     def reads_splits(self) -> dict[str, tuple[str, str]]:
         """The split of each dataset that is measured."""

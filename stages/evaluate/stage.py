@@ -94,10 +94,8 @@ def _check_inputs(context: StageContext[Config], models: dict[str, Path]) -> Non
     data = [name for name in ("text", "prompts", "preferences") if name in inputs]
     if not models:
         raise Refused("input models is empty: give at least one checkpoint")
-    if not data:
-        raise Refused("nothing to measure: give at least one of the inputs text, prompts and preferences")
-    if "prompts" in inputs and config.score is None:
-        raise Refused("input prompts needs `score`, a module:function that gives 1 for a right completion and 0 else")
+    if problem := config.inputs_problem(inputs):
+        raise Refused(problem)
     for name in data:
         split, field = config.reads_splits()[name]
         if split not in (known := read_info(inputs[name]).splits):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import string
+from collections.abc import Collection
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -212,6 +213,16 @@ class Config(StageConfig):
         if self.train_tokenizer is not None and self.chat_template is not None:
             raise ValueError("chat_template is for a tokenizer that is taken over; set train_tokenizer.chat_template")
         return self
+
+    def inputs_problem(self, given: Collection[str]) -> str:
+        """There are rows to read, and one tokenizer."""
+        if "data" not in given and not self.generators:
+            return "there is nothing to read: give the input `data`, or generators"
+        if self.train_tokenizer is not None and "tokenizer" in given:
+            return "the input `tokenizer` and the setting train_tokenizer exclude one another; leave one out"
+        if self.train_tokenizer is None and "tokenizer" not in given:
+            return "there is no tokenizer: give the input `tokenizer` (a dataset or a checkpoint), or train_tokenizer"
+        return ""
 
     def holds(self) -> str:
         """What the rows are: "text", "chat", "preference" or "prompt"."""

@@ -80,7 +80,7 @@ def find_sources(context: StageContext[Config]) -> tuple[list[Source], dict[str,
     """The sources of rows in a fixed order, and by input the tables of rollouts.
 
     Raises:
-        Refused: there is nothing to read, or something of the wrong kind.
+        Refused: an input holds no files, or something of the wrong kind.
     """
     config = context.config
     folders = {name: path for name, path in context.inputs.items() if name == "data" or name.startswith("data.")}
@@ -99,8 +99,6 @@ def find_sources(context: StageContext[Config]) -> tuple[list[Source], dict[str,
     for index, generator in enumerate(config.generators):
         sample = [_hashes(row) for row in islice(_generated(config, index), SAMPLED_ROWS)]
         sources.append(Source(generator.function, generator=index, train_only=generator.train_only, sample=sample))
-    if not sources and not tables:
-        raise Refused("there is nothing to tokenize: give the input `data`, or name generators")
     return sources, tables
 
 

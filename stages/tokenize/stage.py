@@ -48,6 +48,8 @@ def run(context: StageContext[Config]) -> None:
     if context.resources.threads is not None:
         os.environ["RAYON_NUM_THREADS"] = str(context.resources.threads)  # the pool of `tokenizers`
     config = context.config
+    if problem := config.inputs_problem({name.partition(".")[0] for name in context.inputs}):
+        raise Refused(problem)
     sources, tables = find_sources(context)
     tokenizer = _tokenizer(context, sources)
     tally = Tally()
@@ -93,17 +95,12 @@ def _tokenizer(context: StageContext[Config], sources: list[Source]) -> TextToke
     config = context.config
     given = context.inputs.get("tokenizer")
     if config.train_tokenizer is not None:
-        if given is not None:
-            raise Refused("the input `tokenizer` and the setting train_tokenizer exclude one another; leave one out")
         tokenizer = train_tokenizer(_training_texts(context, sources), config.train_tokenizer)
         wanted = config.train_tokenizer.vocab_size
         note = "" if tokenizer.vocab_size == wanted else f" (not {wanted:,}: the text has no more pairs to merge)"
         context.log(f"trained a byte-level BPE of {tokenizer.vocab_size:,} tokens{note}")
         return tokenizer
-    if given is None:
-        raise Refused(
-            "there is no tokenizer: give the input `tokenizer` (a dataset or a checkpoint), or train_tokenizer"
-        )
+    assert given is not None, "run has refused this"
     folder = tokenizer_folder(given) if (given / INFO_FILE).is_file() else given
     return load_tokenizer(folder, config.chat_template)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,9 @@ def test_whatever_is_rewritten_in_a_store_is_not_what_was_signed(
         return plain(own_pages.text(f"/artifact/{digest}/check"))
 
     assert said().startswith("ok: ")
+    with chdir(tmp_path):  # as it is typed: with names from where one is
+        verbs.attest(store.url, "production", None, folder=Path("model"), key=Path("key.pem"))
+        assert verbs.verify_signed(store.url, "production", Path("model"), Path("key.pub"), as_json=True) == 0
     assert "As it was signed" in page()
 
     weights = next(entry.blob for entry in read_manifest(store, production).files if entry.path == "model.safetensors")

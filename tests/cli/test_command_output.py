@@ -61,7 +61,9 @@ def test_json_for_an_ascii_output_loses_no_character(folder: Path) -> None:
 
 def test_a_closed_standard_output_is_no_error(folder: Path) -> None:
     script = f"exec >&-; exec {sys.executable} -m flows.cli plan ./recipe.yaml"
-    (folder / "recipe.yaml").write_text("steps: {a: {stage: tokenize, format: prompt}}\n")
+    step = "{stage: tokenize, format: text, row_length: 8, train_tokenizer: {}, inputs: {data: ./words.txt}}"
+    (folder / "words.txt").write_text("words")
+    (folder / "recipe.yaml").write_text(f"steps: {{a: {step}}}\n")
     done = subprocess.run(["sh", "-c", script], cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 

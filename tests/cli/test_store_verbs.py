@@ -212,7 +212,8 @@ def test_a_secret_never_reaches_the_store(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "disabled-by-us")
     store = open_store(tmp_path / "store")
     recipe = tmp_path / "r.yaml"
-    text = "steps:\n  a:\n    stage: tokenize\n    format: text\n    row_length: 64\n    inputs: {data: d.txt}\n"
+    text = "steps:\n  a:\n    stage: tokenize\n    format: text\n    row_length: 64\n    train_tokenizer: {}\n"
+    text += "    inputs: {data: d.txt}\n"
     (tmp_path / "d.txt").write_text("x")
     for secret, what in ((token, "a token of Hugging Face"), ("s3://me:hunter22@host/b", "the password of a URL")):
         recipe.write_text(f"# for {secret}\n{text}")

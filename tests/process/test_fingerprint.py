@@ -246,6 +246,14 @@ def test_an_installed_package_can_hold_user_code(code: Path) -> None:
     assert files == {"colorsys.py"}
 
 
+def test_a_module_of_the_users_with_the_name_of_one_of_pythons_is_refused(code: Path) -> None:
+    (code / "statistics.py").write_text("def mean(values):\n    return 0.0\n")
+    (code / "uses.py").write_text("import statistics\ndef score(values):\n    return statistics.mean(values)\n")
+    for reference in ("statistics:mean", "uses:score"):
+        with pytest.raises(CodeError, match=r"statistics\.py has the name of a module of Python's own.*rename it"):
+            user_fingerprint([reference], [code])
+
+
 def test_the_contract_and_the_artifacts_are_never_part_of_it(code: Path) -> None:
     (code / "lab" / "one" / "stage.py").write_text(
         "from stages.contract import Refused\nfrom stages import artifacts, contract, fingerprint\n"

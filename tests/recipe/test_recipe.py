@@ -292,6 +292,18 @@ def test_a_bad_override_is_named_as_it_was_given(project: Path, override: str, m
         ("steps: {}\n", "recipe.yaml:1: there are no steps."),
         ("steps: [a]\n", "steps: should be a valid mapping, not a list."),
         ("name: x\nsteps:\n  a: [1\n", "recipe.yaml:4: expected ',' or ']'"),
+        (
+            "steps:\n  a: {stage: tokenize, format: text, row_length: 8}\n",
+            "recipe.yaml:2: a: there is nothing to read: give the input `data`, or generators.",
+        ),
+        (
+            "steps:\n  a: {stage: tokenize, format: text, row_length: 8, inputs: {data: ./x.txt}}\n",
+            "recipe.yaml:2: a: there is no tokenizer: give the input `tokenizer`",
+        ),
+        (
+            "steps:\n  a: {stage: evaluate, inputs: {models: ['ref:a'], prompts: 'ref:b'}}\n",
+            "recipe.yaml:2: a: input prompts needs `score`",
+        ),
         ("steps: {a: 3}\n", "a: a step is a mapping with `stage`, not the value 3."),
     ],
 )

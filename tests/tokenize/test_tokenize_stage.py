@@ -217,7 +217,7 @@ def test_nothing_usable_is_refused_with_what_was_dropped(tokenize: Any, folder: 
     config = {"format": "text", "row_length": 64, "on_bad_rows": "drop"}
     with pytest.raises(Refused, match=r"no row is left to train on: 2 were read and dropped \(missing_field 2\)"):
         tokenize(config, data=data, tokenizer=tokenizer_path)
-    with pytest.raises(Refused, match="there is nothing to tokenize"):
+    with pytest.raises(Refused, match="there is nothing to read"):
         tokenize(config, tokenizer=tokenizer_path)
     with pytest.raises(Refused, match="no text to train the tokenizer on"):
         tokenize({**config, "train_tokenizer": BPE}, data=data)
