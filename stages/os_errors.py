@@ -14,6 +14,7 @@ _ADVICE = {
     errno.EMFILE: "this process has too many files open; raise its limit (ulimit -n)",
     errno.ENFILE: "this machine has too many files open; raise its limit (sysctl fs.file-max), or end what holds them",
     errno.ENAMETOOLONG: "the name is too long for this file system; choose a shorter path",
+    errno.EXDEV: "another file system is mounted inside that folder; put all of it on one, for files are renamed there",
     errno.EIO: "the disk, or the network to it, failed (input/output error); the system's log (dmesg) says more",
 }
 

@@ -6,18 +6,21 @@ It passes real requests to the real server, and answers itself only with what S3
 from __future__ import annotations
 
 import http.client
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta
+from email.utils import format_datetime, parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
 # What to do with a request: "pass", "slow down", "cut request", "cut answer", "lose answer", "freeze",
 # "flip" (a bit of the answer), "accept" (say that it is done, whatever the server said), ("error", status, code), or
-# ("answer", status, body).
+# ("answer", status, body), or ("clock", seconds), for a server whose clock is so far ahead.
 Fault = Any
 Choose = Callable[[str, str, int], Fault]  # method, path with query, number of the request (from 0)
 
@@ -94,6 +97,8 @@ class Proxy:
                 kept = {k: v for k, v in answer.getheaders() if k.lower() not in ("transfer-encoding", "connection")}
                 if fault == "flip" and data:
                     data = bytes([data[0] ^ 1]) + data[1:]
+                if isinstance(fault, tuple) and fault[0] == "clock":
+                    kept, data = _shifted(kept, data, fault[1])
                 if fault == "cut answer":
                     self.send_response_only(answer.status)
                     for name, value in (kept | {"Content-Length": str(len(data))}).items():
@@ -127,6 +132,20 @@ class Proxy:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+def _shifted(headers: dict[str, str], data: bytes, seconds: float) -> tuple[dict[str, str], bytes]:
+    """An answer as if the server's clock, which dates the objects too, were so many seconds ahead."""
+    shift = timedelta(seconds=seconds)
+    for name, value in headers.items():
+        if name.lower() in ("date", "last-modified"):
+            headers[name] = format_datetime(parsedate_to_datetime(value) + shift, usegmt=True)
+
+    def later(match: re.Match[bytes]) -> bytes:
+        time = datetime.fromisoformat(match[2].decode()) + shift
+        return match[1] + time.isoformat(timespec="seconds").replace("+00:00", "Z").encode()
+
+    return headers, re.sub(rb"(<(?:LastModified|Initiated)>)([^<]+)", later, data)
 
 
 @contextmanager

@@ -46,11 +46,36 @@ _NO_OBJECTS = ("tmp", "locks")
 _STALE_SECONDS = 24 * 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM)
+_NO_LINKS = (
+    errno.EPERM,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+    errno.EMLINK,
+)  # of file systems without hard links (FAT, some FUSE)
 
 
 def file_mark(stat: os.stat_result) -> str:
     """What tells a file from one that was renamed into its place, and from itself before it was written to."""
     return f"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}"
+
+
+def _link(temporary: Path, target: Path) -> bool:
+    """Make a file the object `target` unless there is one. False where that may be done by renaming it.
+
+    Whoever would make the object at the same time waits for its lock, or would make the same one.
+
+    Raises:
+        FileExistsError: there is one.
+    """
+    try:
+        os.link(temporary, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if target.exists():
+            raise FileExistsError from None
+        return False
+    return True
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -409,9 +434,7 @@ class FolderStore:
         for attempt in range(100):
             try:
                 self._make_folder(target.parent)
-                if if_absent:
-                    os.link(temporary, target)
-                else:
+                if not if_absent or not _link(temporary, target):
                     os.rename(temporary, target)
                 break
             except FileExistsError:

@@ -24,6 +24,7 @@ from stages.artifacts import (
     open_store,
     publish,
     read_manifest,
+    verify_all,
 )
 from stages.artifacts.leases import GC_KEY
 from stages.artifacts.manifest import blob_key
@@ -238,6 +239,7 @@ def test_a_source_that_the_disk_cannot_read_is_one_sentence(tmp_path: Path) -> N
         (errno.EMFILE, "raise its limit (ulimit -n)"),
         (errno.ENFILE, "this machine has too many files open"),
         (errno.ENAMETOOLONG, "choose a shorter path"),
+        (errno.EXDEV, "another file system is mounted inside that folder; put all of it on one"),
         (errno.EIO, "the system's log (dmesg) says more"),
         (errno.ENOTDIR, "Not a directory"),
     ],
@@ -257,6 +259,40 @@ def test_a_full_store_is_one_sentence_and_keeps_what_it_had(tmp_path: Path) -> N
     )
     store = tmp_path / "disk" / "store"
     assert said == f"FullStore store {store} is full; free some space, or give another place with --store\n1000\n"
+
+
+def test_another_file_system_inside_the_store_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    said = in_small_file_system(
+        tmp_path,
+        "mkdir -p $DISK/store/blobs; mount -t tmpfs none $DISK/store/blobs; "
+        '"$PYTHON" -c "$CODE" $DISK/store blobs/aa/b 10; ls $DISK/store/tmp; find $DISK/store/blobs -type f',
+    )
+    store = tmp_path / "disk" / "store"
+    assert said.startswith(f"StoreError store {store}: cannot write blobs/aa/b: another file system is mounted inside")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
+def test_a_file_system_without_hard_links_lets_one_of_several_writers_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As FAT and some FUSE file systems answer, none of which tests can mount."""
+
+    def link(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    store = open_store(tmp_path)
+    with ThreadPoolExecutor(16) as pool:
+        won = list(pool.map(lambda n: store.put("other/r.json", b"%d" % n, if_absent=True), range(64)))
+    [winner] = [n for n, tag in enumerate(won) if tag is not None]
+    assert store.get("other/r.json") == b"%d" % winner
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "file").write_text("text")
+    digest = publish(store, tmp_path / "in", "source")
+    assert publish(store, tmp_path / "in", "source") == digest
+    assert list(verify_all(store)) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_file_size_limit_stops_a_write_without_a_partial_object(tmp_path: Path) -> None:

@@ -89,6 +89,40 @@ def test_many_objects_that_may_not_be_removed_are_refused_in_one_sentence(garbag
         open_store(garbage).delete_many(["blobs/aa/x", "blobs/aa/y"])
 
 
+@pytest.mark.parametrize("ahead", [3600, -3600])
+def test_ages_are_told_by_the_clock_of_the_server_alone(garbage: str, through: Proxy, ahead: int) -> None:
+    """It is an hour ahead or behind: what is young stays, and what is as old as the retention goes."""
+    through.choose = lambda method, path, number: ("clock", ahead)
+    store = open_store(garbage)
+    assert abs(store.now() - time.time() - ahead) < 60
+    info = next(store.list("blobs/"))
+    assert abs(info.modified - time.time() - ahead) < 300
+    assert store.infos([info.key])[info.key].modified == info.modified
+    assert collect(store, delete=True, retention=1800.0, grace=1800.0).garbage == []
+    assert len(collect(store, delete=True, retention=0.0, grace=0.0).garbage) == 61
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"), [("GET", "no permission to list .*s3:ListBucket"), ("POST", "s3:DeleteObject")]
+)
+def test_a_gc_that_may_not_list_or_delete_says_so_and_removes_nothing(
+    garbage: str, through: Proxy, method: str, wanted: str
+) -> None:
+    def choose(made: str, path: str, number: int) -> Fault:
+        listing = made == "GET" and "list-type=2" in path
+        deletes = made in ("POST", "DELETE") and "/leases/" not in path
+        return ("error", 403, "AccessDenied") if (listing if method == "GET" else deletes) else "pass"
+
+    before = blobs(garbage)
+    through.choose = choose
+    with pytest.raises(ReadOnlyStore, match=wanted):
+        collect(open_store(garbage), delete=True, retention=0.0, grace=0.0)
+    through.choose = lambda made, path, number: "pass"
+    assert blobs(garbage) == before
+    assert list(verify_all(open_store(garbage))) == []
+    assert len(collect(open_store(garbage), delete=True, retention=0.0, grace=0.0).garbage) == 61
+
+
 class Slow:
     """A store whose removals wait until they are let go."""
 

@@ -314,7 +314,10 @@ def test_a_publisher_killed_at_any_moment_leaves_nothing_partial(tmp_path: Path,
         time.sleep(generator.random() * whole)
         process.kill()
         process.communicate()
-        killed += process.returncode == -signal.SIGKILL
+        if process.returncode == -signal.SIGKILL:
+            killed += 1
+        else:  # it was done before: the first one had less of the machine
+            whole /= 2
         assert list(verify_all(store)) == []  # every blob that can be seen is whole
         assert is_complete(store, digest) == any(store.list("manifests/"))
     assert killed >= 2
