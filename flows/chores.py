@@ -13,10 +13,11 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 from pydantic import Field
 
-from flows import figures, store_verbs
-from flows.approval import ask
+from flows import figures
+from flows.command import store as store_verbs
+from flows.flow_run.approval import ask
+from flows.flow_run.pages import browser_link
 from flows.names import resolve
-from flows.pages import browser_link
 from flows.pipeline import StoreField
 from stages.artifacts import NotInStore, Store, open_store, read_ref, results
 from stages.artifacts import promote as move_ref

@@ -17,10 +17,10 @@ from typing import Annotated
 
 import typer
 
-from flows import cli_lineage
-from flows.cli_options import ArtifactName, Json, PublicKey, SignedFolder, StoreUrl
-from flows.image_verbs import images
-from flows.output import drop_output, prepare_output
+from flows.command import lineage as cli_lineage
+from flows.command.images import images
+from flows.command.options import ArtifactName, Json, PublicKey, SignedFolder, StoreUrl
+from flows.command.output import drop_output, prepare_output
 from flows.signals import INTERRUPTED, exit_code, interrupting
 
 FAILED = 1
@@ -74,7 +74,7 @@ def run(
     json_: Json = False,
 ) -> None:
     """Run a recipe: what is there already is kept, the rest is computed, and a stopped run goes on where it was."""
-    from flows import running
+    from flows.command import running
 
     request = running.Request(
         recipe,
@@ -102,7 +102,7 @@ def plan(
     json_: Json = False,
 ) -> None:
     """Show what a run would do: each step, whether its result is there, and if not, why."""
-    from flows import running
+    from flows.command import running
 
     request = running.Request(
         recipe, tuple(set_ or ()), store, "process", tuple(until or ()), tuple(force or ()), tuple(accept_code or ())
@@ -120,7 +120,7 @@ def status(
     json_: Json = False,
 ) -> None:
     """List the last runs, or show the steps of one."""
-    from flows import listing
+    from flows.command import listing
 
     listing.status(store, run, number, as_json=json_)
 
@@ -134,7 +134,7 @@ def logs(
     json_: Json = False,
 ) -> None:
     """Show what the steps of a run said. `headrace logs STEP` is the newest run that has the step."""
-    from flows import listing
+    from flows.command import listing
 
     listing.logs(store, run, step, follow=follow, as_json=json_)
 
@@ -163,7 +163,7 @@ def verify(
     json_: Json = False,
 ) -> None:
     """Recompute every hash; name each damaged file and exit 1 if there is one."""
-    from flows import store_verbs
+    from flows.command import store as store_verbs
 
     if all_ and artifact is not None:
         raise typer.BadParameter("give an artifact or --all, not both")
@@ -206,7 +206,7 @@ def import_(
     json_: Json = False,
 ) -> None:
     """Bring a Hugging Face model's folder or data files into the store as an artifact."""
-    from flows import store_verbs
+    from flows.command import store as store_verbs
 
     store_verbs.import_artifact(store, paths, ref=ref, why=why, as_json=json_)
 
@@ -224,7 +224,7 @@ def promote(
     json_: Json = False,
 ) -> None:
     """Have a reference name an artifact; its history is kept."""
-    from flows import store_verbs
+    from flows.command import store as store_verbs
 
     store_verbs.promote(store, artifact, name, why=why, expect=expect, as_json=json_)
 
@@ -238,7 +238,7 @@ def rollback(
     json_: Json = False,
 ) -> None:
     """Have a reference name what it named before its last move."""
-    from flows import store_verbs
+    from flows.command import store as store_verbs
 
     store_verbs.rollback(store, name, to=to, why=why, as_json=json_)
 
@@ -251,7 +251,7 @@ def pull(
     json_: Json = False,
 ) -> None:
     """Copy an artifact's files to a folder, verified, with SHA256SUMS."""
-    from flows import listing
+    from flows.command import listing
 
     listing.pull_to(store, artifact, folder, as_json=json_)
 
@@ -266,7 +266,7 @@ def sample(
     store: StoreUrl = ".headrace",
 ) -> None:
     """Ask a checkpoint something and print its answer."""
-    from flows import listing
+    from flows.command import listing
 
     raise typer.Exit(listing.sample(store, artifact, prompt, raw=raw))
 
@@ -287,7 +287,7 @@ def refs(
     json_: Json = False,
 ) -> None:
     """List the references: names of artifacts such as production."""
-    from flows import store_verbs
+    from flows.command import store as store_verbs
 
     store_verbs.refs(store, name, history=history, as_json=json_)
 
@@ -295,7 +295,7 @@ def refs(
 @app.command()
 def du(store: StoreUrl = ".headrace", json_: Json = False) -> None:
     """Show what takes how much room, by kind, stage, run and model; shared files count once."""
-    from flows import store_verbs
+    from flows.command import store as store_verbs
 
     store_verbs.du(store, as_json=json_)
 
@@ -311,7 +311,7 @@ def gc(
     json_: Json = False,
 ) -> None:
     """Show what no reference, result, run or running stage needs any more, or remove it."""
-    from flows import store_verbs
+    from flows.command import store as store_verbs
 
     store_verbs.gc(store, delete=delete, keep=keep, grace=grace, as_json=json_)
 
@@ -349,7 +349,7 @@ def up(
     runs: Annotated[int, typer.Option(min=1, metavar="N", help="Flow runs at once.")] = 2,
 ) -> None:
     """Start a Prefect server with its pages, the deployments, a worker and the lineage browser; Ctrl-C stops them."""
-    from flows import up as verb
+    from flows.service import up as verb
 
     raise typer.Exit(verb.up(settings, port=port, browser_port=browser_port, runs=runs))
 
@@ -357,7 +357,7 @@ def up(
 @app.command()
 def deploy(settings: Settings = None, json_: Json = False) -> None:
     """Bring the configured Prefect server's deployments, limits and automations to what the settings say."""
-    from flows import deploy_verb
+    from flows.command import deploy as deploy_verb
 
     raise typer.Exit(deploy_verb.deploy(settings, as_json=json_))
 
@@ -365,7 +365,7 @@ def deploy(settings: Settings = None, json_: Json = False) -> None:
 @app.command()
 def doctor(store: StoreUrl = ".headrace", json_: Json = False) -> None:
     """Check this machine and the store: what does not work or is not safe, and how to mend it."""
-    from flows import doctor as checks
+    from flows.command import doctor as checks
 
     raise typer.Exit(checks.doctor(store, as_json=json_))
 
@@ -421,11 +421,11 @@ def _comes_of_an_interrupt(error: BaseException | None) -> bool:
 
 def _is_a_persons_error(error: Exception) -> bool:
     """Whether an error's message is meant for the user: those of recipes, stores and names. All others are defects."""
-    from flows.installation import NoHome
-    from flows.local_server import NoServer
     from flows.names import UnknownName
     from flows.recipe_model import RecipeError
     from flows.runners.base import RunnerError
+    from flows.service.installation import NoHome
+    from flows.service.local_server import NoServer
     from stages.artifacts import StoreError
 
     return isinstance(error, RecipeError | UnknownName | StoreError | NoServer | NoHome | RunnerError)

@@ -22,12 +22,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from flows.endings import ending, was_killed
+from flows.endings import RunResult, StepResult, ending, was_killed
 from flows.plan import Plan, PlannedStep, Planner
 from flows.recipe_model import RecipeError, Step
 from flows.record import Heartbeat, git_state, record_killed, run_document, step_document
@@ -56,52 +56,6 @@ Listener = Callable[[dict[str, Any]], None]
 ATTEMPTS = 3  # in a row without further saved progress
 GRACE = 60.0  # seconds that a stopped stage may take to save
 _PAUSES = (1.0, 3.0)  # seconds before the second and later attempts
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """How a step ended.
-
-    Attributes:
-        status: "cached": its result was there; "done": it ran; "skipped": a step that it needs did not end well.
-        seconds: time it took in this run.
-        message: for what did not end well, why, in one sentence; for what another run computed meanwhile, which.
-        code: exit code of the last attempt, minus the signal's number for a signal; None where no process ran.
-        saved_step: for a stopped or failed step, the step at which progress is saved, if any is.
-        kept: for a step that halted itself, the digest of a checkpoint of that moment; not the step's result.
-    """
-
-    step: str
-    status: Literal["cached", "done", "failed", "stopped", "skipped"]
-    key: str | None = None
-    artifact: str | None = None
-    outputs: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    message: str = ""
-    code: int | None = None
-    reason: str = ""
-    attempts: int = 0
-    saved_step: int | None = None
-    kept: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.status in ("cached", "done")
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended: "done" only if every step did."""
-
-    run: str
-    state: Literal["done", "failed", "stopped"]
-    steps: dict[str, StepResult]
-    seconds: float
-
-    @property
-    def ok(self) -> bool:
-        return self.state == "done"
 
 
 def execute(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from flows import figures
-from flows.listing import print_json
+from flows.command.listing import print_json
 from flows.recipe_model import RecipeError, near
 from flows.record import git_state
 from flows.runners import engine

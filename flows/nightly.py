@@ -32,12 +32,15 @@ from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows import figures, store_verbs, summary
-from flows.approval import ask
+from flows import figures
 from flows.chores import ApproveField, HoursField, current, question
+from flows.command import store as store_verbs
+from flows.command import summary
+from flows.flow_run.approval import ask
+from flows.flow_run.pages import page_key
+from flows.flow_run.trend import plot_trend, table_rows, trend_metric
 from flows.gate import Rule, judge, parse_rule
 from flows.names import free_run_name
-from flows.pages import page_key
 from flows.pipeline import (
     WORKERS,
     OverridesField,
@@ -53,7 +56,6 @@ from flows.plan import make_plan
 from flows.recipe import declared_parameters, load_recipe
 from flows.recipe_model import Recipe, RecipeError
 from flows.runners.choice import make_runner
-from flows.trend import plot_trend, table_rows, trend_metric
 from stages.artifacts import (
     SEEN,
     Night,

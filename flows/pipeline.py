@@ -9,9 +9,10 @@ Invariants:
 - States tell the truth: Cached, Completed, Failed, Stopped (of type Cancelled: saved, to be gone on from), Skipped (of
   type Cancelled: a step that it needs did not end well). The flow run is Completed only if every step is.
 - A page that cannot be made never fails a run; the flow's log says why.
-- A server that is away stops nothing: stages go on, the end of the run waits for it (`flows.server_watch`), and what it
-  missed is told to it then.
-- Stages with GPUs, and all stages where the installation limits them, hold slots while they run (`flows.slots`).
+- A server that is away stops nothing: stages go on, the end of the run waits for it (`flows.flow_run.server_watch`),
+  and what it missed is told to it then.
+- Stages with GPUs, and all stages where the installation limits them, hold slots while they run
+  (`flows.flow_run.slots`).
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from prefect.utilities.annotations import allow_failure
 from pydantic import Field
 
 from flows import figures
-from flows.execute import GRACE, Execution, Listener, RunResult, StepResult
+from flows.command.summary import Made
+from flows.endings import RunResult, StepResult
+from flows.execute import GRACE, Execution, Listener
+from flows.flow_run.pages import PageMaker, StepRow
+from flows.flow_run.progress import ProgressPages
+from flows.flow_run.server_watch import ServerWatch
+from flows.flow_run.slots import Slots
 from flows.names import free_run_name
-from flows.pages import PageMaker, StepRow
 from flows.plan import Plan, PlannedStep, make_plan
-from flows.progress import ProgressPages
 from flows.recipe import load_recipe
 from flows.runners.base import Runner
 from flows.runners.choice import make_runner
-from flows.server_watch import ServerWatch
 from flows.signals import stopping
-from flows.slots import Slots
-from flows.summary import Made
 
 POLL_SECONDS = 5.0  # between two looks at the run's state in Prefect
 WORKER_GRACE = 20.0  # that a stage has to save where a worker started the flow: it kills a cancelled one after 30 s

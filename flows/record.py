@@ -18,7 +18,7 @@ from flows.plan import Plan
 from stages.artifacts import Damaged, Store, StoreError, processes, read_run, write_run
 
 if TYPE_CHECKING:
-    from flows.execute import StepResult
+    from flows.endings import StepResult
 
 
 HEARTBEAT = 60.0  # seconds

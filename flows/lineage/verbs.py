@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from flows import figures
+from flows.command.listing import print_json
 from flows.lineage import compare, queries
 from flows.lineage import cost as costs
 from flows.lineage import impact as impacts
@@ -21,7 +22,6 @@ from flows.lineage import rows as traced
 from flows.lineage import why as reasons
 from flows.lineage.index import Index, open_index
 from flows.lineage.signature import SignatureFails
-from flows.listing import print_json
 from flows.names import UnknownName, find_run, resolve
 from stages.artifacts import Damaged, Store, open_store, read_manifest
 from stages.artifacts.store import leave_out

@@ -1,8 +1,8 @@
 """Stages as flow runs on a Prefect work pool: on whatever machines have workers there.
 
-The model: an attempt is a flow run of the deployment `stage/<name>` (`flows.stage_deployments`). The spec goes out and
-the events come back through a channel in the store (`flows.runners.relay`), so that nothing depends on logs that a
-server keeps for a while; Prefect decides where it runs, and shows it beside the flow that asked for it.
+The model: an attempt is a flow run of the deployment `stage/<name>` (`flows.service.stage_deployments`). The spec goes
+out and the events come back through a channel in the store (`flows.runners.relay`), so that nothing depends on logs
+that a server keeps for a while; Prefect decides where it runs, and shows it beside the flow that asked for it.
 
 Invariants:
 - Events are complete and in order, and the exit code is the stage's own, as with the other runners.
@@ -30,13 +30,13 @@ from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.states import Cancelled, State
 
-from flows.local_server import configured_api
 from flows.runners.base import RunnerError
 from flows.runners.container_files import luggage
 from flows.runners.lines import lost_outcome
 from flows.runners.memory import parse_size
 from flows.runners.relay import Beats, Channel
-from flows.stage_deployments import ALIVE_SECONDS, deployment_of, lost_seconds
+from flows.service.local_server import configured_api
+from flows.service.stage_deployments import ALIVE_SECONDS, deployment_of, lost_seconds
 from stages.artifacts import StoreError, open_store
 from stages.contract import Resources, StageSpec
 

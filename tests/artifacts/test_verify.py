@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flows import store_verbs
+from flows.command import store as store_verbs
 from stages.artifacts import (
     Damaged,
     FilesAtHand,

@@ -27,7 +27,7 @@ SIDES = """
 import json, statistics, sys, time
 from pathlib import Path
 sys.path.insert(0, {pipeline!r})
-from flows.local_server import quiet_prefect, start_server, serving
+from flows.service.local_server import quiet_prefect, start_server, serving
 quiet_prefect()
 begun = time.perf_counter()
 from flows.pipeline import Session, run_in_prefect

@@ -144,7 +144,7 @@ def docker_runner() -> Iterator[Runner]:
 @contextmanager
 def workpool_runner(folder: Path) -> Iterator[Runner]:
     """The runner on a Prefect server and a worker of a process pool, which end with the block."""
-    from flows.local_server import LocalServer, quiet_prefect
+    from flows.service.local_server import LocalServer, quiet_prefect
 
     quiet_prefect()
     os.environ["PREFECT_HOME"] = str(folder / "prefect")
@@ -154,7 +154,7 @@ def workpool_runner(folder: Path) -> Iterator[Runner]:
         server.wait(600)
         os.environ["PREFECT_API_URL"] = server.url
         environment = os.environ | {"PYTHONPATH": str(ROOT), "PREFECT_WORKER_QUERY_SECONDS": "1"}
-        deploy = [sys.executable, "-m", "flows.stage_deployments", "--pool", "overhead"]
+        deploy = [sys.executable, "-m", "flows.service.stage_deployments", "--pool", "overhead"]
         subprocess.run(deploy, check=True, env=environment, stdout=subprocess.DEVNULL)
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "overhead", "--type", "process"]
         log = open(folder / "worker.log", "wb")  # noqa: SIM115 (the worker's for as long as it lives)

@@ -14,8 +14,8 @@ from served_pages import Pages
 from small_store import FIRST, SECOND
 from test_pages import plain
 
+from flows.command.listing import pull_to
 from flows.lineage import verbs
-from flows.listing import pull_to
 from stages.artifacts import FolderStore, promote, read_manifest
 from stages.fingerprint import stage_key
 

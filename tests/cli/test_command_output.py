@@ -120,7 +120,7 @@ sys.meta_path.insert(0, Interrupt())
 """
 
 
-@pytest.mark.parametrize("module", ["flows.cli", "typer", "flows.listing", "stages.artifacts"])
+@pytest.mark.parametrize("module", ["flows.cli", "typer", "flows.command.listing", "stages.artifacts"])
 def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_word(folder: Path, module: str) -> None:
     """The signal comes just when the module is looked for."""
     (folder / "hook").mkdir()
@@ -145,7 +145,7 @@ IN_A_CLASS = """
 import dataclasses, os, signal, sys
 
 def interrupt(self, owner, name):
-    if "flows.listing" in sys.modules:
+    if "flows.command.listing" in sys.modules:
         os.kill(os.getpid(), signal.SIGTERM)
 
 dataclasses.Field.__set_name__ = interrupt
@@ -157,7 +157,7 @@ import sys
 
 class Interrupt:
     def find_spec(self, name, path, target=None):
-        if name == "flows.listing":
+        if name == "flows.command.listing":
             exec("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
         return None
 

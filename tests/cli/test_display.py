@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from flows import figures
-from flows.display import Board, JsonDisplay, Line, LiveDisplay, PlainDisplay, bar, says, table
+from flows.command.display import Board, JsonDisplay, Line, LiveDisplay, PlainDisplay, bar, says, table
 
 
 def board() -> Board:

@@ -12,8 +12,8 @@ import pytest
 import s3_server as server_module
 from s3_proxy import Proxy
 
-from flows import installation
-from flows.doctor import doctor
+from flows.command.doctor import doctor
+from flows.service import installation
 from stages.artifacts import open_store
 from stages.artifacts.check import check_store
 
@@ -58,7 +58,7 @@ def test_a_store_that_cannot_be_used_is_one_failed_check(
 def test_the_doctor_looks_at_the_machine_without_importing_torch(tmp_path: Path, s3_url: str) -> None:
     code = (
         "import sys\n"
-        "from flows.doctor import doctor\n"
+        "from flows.command.doctor import doctor\n"
         "rc = doctor(sys.argv[1], as_json=True)\n"
         "assert 'torch' not in sys.modules\n"
         "sys.exit(rc)\n"

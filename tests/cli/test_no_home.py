@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from test_store_verbs import headrace
 
-from flows import installation
-from flows.deploy_settings import read_settings
-from flows.local_server import quiet_prefect
 from flows.plan import cache_path
 from flows.recipe_model import RecipeError
+from flows.service import installation
+from flows.service.deploy_settings import read_settings
+from flows.service.local_server import quiet_prefect
 from stages.artifacts import HashCache, StoreError, open_cache, open_store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def test_prefect_gets_a_folder_of_its_own_for_the_time_of_the_process(home: str,
     code = "import pwd\ndef unknown(uid): raise KeyError\npwd.getpwuid = unknown\n"
     if home == "file":
         environment["HOME"] = str(tmp_path / "file")
-    code += "from flows.local_server import quiet_prefect\nquiet_prefect()\nimport os, prefect.settings\n"
+    code += "from flows.service.local_server import quiet_prefect\nquiet_prefect()\nimport os, prefect.settings\n"
     code += "print(prefect.settings.get_current_settings().home, os.access(os.environ['PREFECT_HOME'], os.W_OK))\n"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from flows.cli import main
+from flows.command.store import parse_age
 from flows.names import UnknownName
 from flows.plan import make_plan
 from flows.recipe import load_recipe
 from flows.recipe_model import RecipeError
-from flows.store_verbs import parse_age
 from stages.artifacts import FolderStore, append_log, open_store, publish, read_log, read_run, write_run
 
 

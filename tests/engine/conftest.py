@@ -27,9 +27,9 @@ from container_runs import Runs, containers  # noqa: E402
 from toy_stages import Toys  # noqa: E402
 
 from flows import images  # noqa: E402
-from flows.local_server import LocalServer, quiet_prefect  # noqa: E402
 from flows.runners import engine as engine_module  # noqa: E402
 from flows.runners.base import RunnerError  # noqa: E402
+from flows.service.local_server import LocalServer, quiet_prefect  # noqa: E402
 
 quiet_prefect()
 

@@ -13,7 +13,8 @@ from typing import Any
 import docker
 from toy_stages import Toys
 
-from flows.execute import Execution, RunResult, run_all
+from flows.endings import RunResult
+from flows.execute import Execution, run_all
 from flows.plan import make_plan
 from flows.recipe import load_recipe
 from flows.runners import engine

@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from test_whole_pipeline import artifacts, run
 
 from flows import images
-from flows.stage_deployments import deploy_stages
+from flows.service.stage_deployments import deploy_stages
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -20,7 +20,7 @@ from container_runs import Runs, containers
 from engine_proxy import EngineProxy, engine_proxy
 from toy_stages import Toys
 
-from flows.execute import StepResult
+from flows.endings import StepResult
 from flows.runners import container_log
 from flows.runners import docker as docker_runner
 from flows.runners import engine as engine_module

@@ -17,16 +17,17 @@ import psutil
 import pytest
 from toy_stages import Toys
 
-from flows import listing
-from flows.display import Board
-from flows.execute import Execution, RunResult, execute, run_all
+from flows.command import listing
+from flows.command.display import Board
+from flows.command.running import Request, outcome_lines
+from flows.endings import RunResult
+from flows.execute import Execution, execute, run_all
 from flows.lineage import verbs
 from flows.names import UnknownName, resolve
 from flows.plan import make_plan
 from flows.recipe import load_recipe
 from flows.reproduce import reproduce
 from flows.runners.process import ProcessRunner
-from flows.running import Request, outcome_lines
 from stages.artifacts import list_runs, open_store, read_log, read_run, results
 
 Event = dict[str, Any]

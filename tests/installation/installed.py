@@ -235,7 +235,7 @@ def processes_of(flow_run: UUID) -> list[int]:
 
 def engine_of(flow_run: UUID) -> int:
     """The process of a flow run itself."""
-    return next(pid for pid in processes_of(flow_run) if "flows.engine" in command_line(pid))
+    return next(pid for pid in processes_of(flow_run) if "flows.service.engine" in command_line(pid))
 
 
 def gone(flow_run: UUID) -> None:

@@ -27,7 +27,7 @@ def test_a_run_from_the_form_leads_to_the_lineage_browser_and_all_survives_a_res
     (own.folder / "headrace.yaml").write_text("store: store\nrecipes: [mini.yaml]\n")
     own.start()
     assert own.process is not None
-    for part in ("flows.local_server", "prefect worker start", "flows.lineage.browser"):
+    for part in ("flows.service.local_server", "prefect worker start", "flows.lineage.browser"):
         assert own.child(part)
     addresses = own.addresses
     for url in (addresses["pages"], addresses["browser"]):

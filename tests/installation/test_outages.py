@@ -68,14 +68,14 @@ def no_slot_held(installed: Installed) -> bool:
 
 def test_a_killed_server_is_started_again_and_the_run_ends_well(installed: Installed) -> None:
     flow_run = start(installed, 0.51)
-    kill([installed.child("flows.local_server")])
+    kill([installed.child("flows.service.local_server")])
     check_ended_well(installed, flow_run)
     assert "The server ended with code -9; it is started again" in installed.said
 
 
 def test_a_server_that_hangs_for_a_minute_loses_nothing(installed: Installed) -> None:
     flow_run = start(installed, 0.52, steps=100)
-    server = installed.child("flows.local_server")
+    server = installed.child("flows.service.local_server")
     os.kill(server, signal.SIGSTOP)
     try:
         time.sleep(60)  # the run ends meanwhile
@@ -180,7 +180,7 @@ def test_a_night_outlives_an_outage_in_which_its_slot_had_to_be_renewed(own: Ins
     time.sleep(max(0.0, begun.timestamp() + 215 - time.time()))
     os.kill(own.process.pid, signal.SIGSTOP)  # or it would start the server again at once
     try:
-        kill([own.child("flows.local_server")])
+        kill([own.child("flows.service.local_server")])
         time.sleep(45)
         assert processes_of(flow_run)
     finally:

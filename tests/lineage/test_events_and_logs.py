@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flows import listing
+from flows.command import listing
 from flows.lineage import openlineage
 from stages.artifacts import LogTail, Store, StoreError, append_log, open_store, write_run
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from flows.local_server import quiet_prefect
+from flows.service.local_server import quiet_prefect
 
 quiet_prefect()

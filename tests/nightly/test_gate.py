@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.deploy_settings import read_settings
 from flows.gate import judge, parse_rule
 from flows.recipe_model import RecipeError
+from flows.service.deploy_settings import read_settings
 
 
 def verdict(*rules: str, candidate: dict[str, float], production: dict[str, float] | None) -> tuple[bool, str]:

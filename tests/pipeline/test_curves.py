@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 
-from flows.curves import draw_curves
+from flows.flow_run.curves import draw_curves
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -21,7 +21,7 @@ from prefect.states import Cancelled
 from prefect.testing.utilities import prefect_test_harness
 from toy_recipe import write_toy
 
-from flows import slots
+from flows.flow_run import slots
 from flows.pipeline import Session, pipeline, run_in_prefect
 from flows.plan import make_plan
 from flows.recipe import load_recipe

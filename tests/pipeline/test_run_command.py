@@ -19,7 +19,7 @@ import psutil
 import pytest
 from toy_recipe import write_toy
 
-from flows.local_server import LocalServer, quiet_prefect
+from flows.service.local_server import LocalServer, quiet_prefect
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -226,7 +226,9 @@ def test_a_whole_run_in_prefect_with_a_server_of_its_own_is_interrupted_and_leav
     said = read_until(process, r"better +running")
     wait_for_progress(folder, "better")
     assert "Starting a Prefect server" in said
-    [server] = [child for child in psutil.Process(process.pid).children() if "flows.local_server" in child.cmdline()]
+    [server] = [
+        child for child in psutil.Process(process.pid).children() if "flows.service.local_server" in child.cmdline()
+    ]
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=90)
     assert process.returncode == 128 + signal.SIGTERM, said
@@ -241,7 +243,7 @@ def test_a_frozen_prefect_server_keeps_nobody_waiting(folder: Path, when: str) -
     process = start(folder, "run", "toy.yaml", "--set", "better.max_steps=600", "--set", "better.pause=0.1")
     read_until(process, "Starting a Prefect server" if when.startswith("before") else r"better +running")
     command = psutil.Process(process.pid)
-    server = next(child for child in command.children() if "flows.local_server" in child.cmdline())
+    server = next(child for child in command.children() if "flows.service.local_server" in child.cmdline())
     server.suspend()
     time.sleep(2)
     process.send_signal(signal.SIGINT)
@@ -255,7 +257,7 @@ def test_a_frozen_prefect_server_keeps_nobody_waiting(folder: Path, when: str) -
 
 def test_the_prefect_server_of_a_killed_run_ends_by_itself(folder: Path) -> None:
     program = (
-        "from flows.local_server import LocalServer\nimport time\n"
+        "from flows.service.local_server import LocalServer\nimport time\n"
         "server = LocalServer()\nprint(server._process.pid, flush=True)\ntime.sleep(60)"
     )
     process = subprocess.Popen(
@@ -386,7 +388,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_a_plan_imports_neither_torch_nor_prefect(folder: Path) -> None:
     program = (
-        "import sys; from flows.running import Request, show_plan; show_plan(Request('toy.yaml'), as_json=True); "
+        "import sys; from flows.command.running import Request, show_plan\n"
+        "show_plan(Request('toy.yaml'), as_json=True)\n"
         "print(sorted({'torch', 'transformers', 'prefect'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(

@@ -12,7 +12,8 @@ import pytest
 import s3_server as server_module
 from s3_proxy import Proxy
 
-from flows import sources, store_verbs
+from flows import sources
+from flows.command import store as store_verbs
 from flows.plan import make_plan
 from flows.recipe import load_recipe
 from flows.recipe_model import InputRef, RecipeError

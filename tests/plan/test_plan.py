@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from toy_stages import Toys
 
-from flows.execute import RunResult, execute
+from flows.endings import RunResult
+from flows.execute import execute
 from flows.plan import Plan, make_plan
 from flows.recipe import RecipeError, load_recipe
 from flows.runners.process import ProcessRunner

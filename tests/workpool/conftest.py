@@ -13,7 +13,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "execute"), str(Path(__file__).p
 from pool_runs import LOST, Pool, Runs  # noqa: E402
 from toy_stages import Toys  # noqa: E402
 
-from flows.local_server import LocalServer, quiet_prefect  # noqa: E402
+from flows.service.local_server import LocalServer, quiet_prefect  # noqa: E402
 
 quiet_prefect()
 

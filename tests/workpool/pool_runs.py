@@ -13,7 +13,8 @@ from typing import Any
 
 from toy_stages import Toys
 
-from flows.execute import Execution, RunResult, run_all
+from flows.endings import RunResult
+from flows.execute import Execution, run_all
 from flows.plan import make_plan
 from flows.recipe import load_recipe
 
@@ -34,7 +35,7 @@ class Pool:
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "HEADRACE_LOST_SECONDS": LOST,
         }
-        deploy = [sys.executable, "-m", "flows.stage_deployments", "--pool", self.name]
+        deploy = [sys.executable, "-m", "flows.service.stage_deployments", "--pool", self.name]
         for _ in range(2):  # twice changes nothing
             done = subprocess.run(deploy, env=self.environment, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr

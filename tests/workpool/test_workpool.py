@@ -22,8 +22,8 @@ from toy_stages import Toys
 from flows.execute import execute
 from flows.plan import make_plan
 from flows.recipe import load_recipe
-from flows.reconcile import reconcile
 from flows.runners.process import ProcessRunner
+from flows.service.reconcile import reconcile
 from stages.artifacts import fetch, open_store, read_log
 
 pytestmark = pytest.mark.timeout(1800)

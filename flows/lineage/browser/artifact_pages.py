@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flows import figures, summary
+from flows import figures
+from flows.command import summary
 from flows.lineage import cost, queries, records
 from flows.lineage import rows as lineage_rows
 from flows.lineage.browser import charts, pieces, rows

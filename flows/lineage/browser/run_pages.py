@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flows import figures, listing, summary
+from flows import figures
+from flows.command import listing, summary
 from flows.lineage import cost, queries
 from flows.lineage import why as reasons
 from flows.lineage.browser import charts, pieces

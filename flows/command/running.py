@@ -18,9 +18,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flows import figures, summary
-from flows.display import Board, Display, Line, open_display, saved_message
-from flows.execute import Execution, RunResult, StepResult, run_all
+from flows import figures
+from flows.command import summary
+from flows.command.display import Board, Display, Line, open_display, saved_message
+from flows.command.summary import Made
+from flows.endings import RunResult, StepResult
+from flows.execute import Execution, run_all
 from flows.lineage import openlineage
 from flows.names import new_run_name
 from flows.plan import Plan, PlannedStep, make_plan
@@ -28,7 +31,6 @@ from flows.recipe import load_recipe
 from flows.recipe_model import RecipeError
 from flows.runners.choice import RUNNERS, check_runner, make_runner
 from flows.signals import exit_code, interrupting, leave_after, stopping
-from flows.summary import Made
 from flows.visible import for_terminal
 from stages.artifacts import StoreError, redact
 
@@ -190,7 +192,7 @@ def _run_alone(plan: Plan, run_id: str, display: Display, request: Request) -> R
 
 
 def _run_in_prefect(request: Request, plan: Plan, run_id: str, display: Display) -> RunResult:
-    from flows.local_server import LocalServer, run_link, serving, start_server
+    from flows.service.local_server import LocalServer, run_link, serving, start_server
 
     server = start_server()
     if isinstance(server, LocalServer):

@@ -259,7 +259,7 @@ class _Watch:
 # stands first in its command line, and elsewhere on another machine than here.
 _START = (
     "p=$(tr '\\0' '\\n' < /proc/$PPID/cmdline | head -n 1); "
-    'case $p in /*) ;; */*) p=$(readlink /proc/$PPID/cwd)/$p ;; esac; exec "${p:-python}" -P -m flows.engine'
+    'case $p in /*) ;; */*) p=$(readlink /proc/$PPID/cwd)/$p ;; esac; exec "${p:-python}" -P -m flows.service.engine'
 )
 
 
@@ -281,7 +281,8 @@ def deploy_stages(client: SyncPrefectClient, pool: str) -> list[str]:
         client.create_deployment(
             flow_id,
             name,
-            entrypoint="flows.stage_deployments.run_stage",  # __module__ is another where this is run as a script
+            # __module__ is another where this is run as a script
+            entrypoint="flows.service.stage_deployments.run_stage",
             work_pool_name=pool,
             tags=[TAG, FLOW],
             description=f"Runs {what} for a flow on another machine (`headrace run RECIPE --runner workpool`).",
@@ -294,8 +295,8 @@ def deploy_stages(client: SyncPrefectClient, pool: str) -> list[str]:
 
 
 def main() -> None:
-    """`python -m flows.stage_deployments --pool NAME`: deploy every stage on a work pool."""
-    parser = argparse.ArgumentParser(prog="python -m flows.stage_deployments", description=main.__doc__)
+    """`python -m flows.service.stage_deployments --pool NAME`: deploy every stage on a work pool."""
+    parser = argparse.ArgumentParser(prog="python -m flows.service.stage_deployments", description=main.__doc__)
     parser.add_argument("--pool", default="headrace", metavar="NAME", help="the work pool (headrace)")
     pool = parser.parse_args().pool
     with get_client(sync_client=True) as client:

@@ -38,7 +38,7 @@ _NIGHTLY = ResourceSpecification.model_validate(
     {"prefect.resource.id": "prefect.tag.nightly", "prefect.resource.role": "tag"}
 )
 _RUNS = ResourceSpecification.model_validate({"prefect.resource.id": "prefect.flow-run.*"})
-# The link starts at /v2/, as `flows.local_server.run_link` does.
+# The link starts at /v2/, as `flows.service.local_server.run_link` does.
 _LINK = "{{ flow_run|ui_url|replace('/v2/runs/', '/runs/')|replace('/runs/', '/v2/runs/') }}"
 _BODY = "{{ flow_run.state.message }}\n" + _LINK
 _ASKED = "Resume on its page asks for yes or no, and shows what is known of the model.\n" + _LINK

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flows.cli_options import ArtifactName, Json, StoreUrl
+from flows.command.options import ArtifactName, Json, StoreUrl
 
 Limit = Annotated[int, typer.Option("--limit", min=1, metavar="N", help="How many artifacts to show.")]
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from flows import installation
+from flows.service import installation
 
 STARTUP_SECONDS = 120  # a cold start takes 20 to 28 s on a small machine; Prefect's own limit of 20 s fails there
 STOP_SECONDS = 10
@@ -269,12 +269,12 @@ def check_port(port: int) -> int:
 
 def server_command(port: int, *, pages: bool = True) -> list[str]:
     """What starts a server on 127.0.0.1, with its pages and services or, for one run, without."""
-    return [sys.executable, "-m", "flows.local_server", str(port), *(["--pages"] if pages else [])]
+    return [sys.executable, "-m", "flows.service.local_server", str(port), *(["--pages"] if pages else [])]
 
 
 def with_this_package(python_path: str | None) -> str:
     """PYTHONPATH by which a child finds this very package, wherever the command was called from."""
-    return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent.parent), python_path]))
+    return os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), python_path]))
 
 
 def _end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""The verbs that read: status, logs, pull, sample. (`flows.store_verbs` has those that look after a store.)
+"""The verbs that read: status, logs, pull, sample. (`flows.command.store` has those that look after a store.)
 
 Each takes the store's URL and prints to standard output: text for people, or one JSON value with `as_json`.
 """
@@ -216,7 +216,7 @@ def sample(store_url: str, name: str, prompt: str, *, raw: bool = False) -> int:
     with tempfile.TemporaryDirectory(prefix="headrace-sample-") as scratch:
         folder = Path(scratch) / "model"
         fetch(store, named.digest, folder)
-        root = str(Path(__file__).resolve().parent.parent)
+        root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "stages", "sample", str(folder), *(["--raw"] if raw else []), "--", prompt]
         code = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from flows.deploy_settings import read_settings
-from flows.listing import print_json
-from flows.local_server import LocalServer, NoServer, serving, start_server
+from flows.command.listing import print_json
+from flows.service.deploy_settings import read_settings
+from flows.service.local_server import LocalServer, NoServer, serving, start_server
 
 
 def deploy(settings_file: Path | None, *, as_json: bool) -> int:
@@ -23,8 +23,8 @@ def deploy(settings_file: Path | None, *, as_json: bool) -> int:
         server.stop()
         raise NoServer("there is no Prefect server to deploy to: set PREFECT_API_URL, or run `headrace up`.")
     with serving(server):
-        from flows.deploy import deploy as bring
-        from flows.deploy import lines
+        from flows.service.deploy import deploy as bring
+        from flows.service.deploy import lines
 
         names = asyncio.run(bring(settings))
     if as_json:

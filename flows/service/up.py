@@ -6,7 +6,7 @@ them: the worker first, so that runs save and their states are told, the server 
 
 Invariants:
 - Everything listens on 127.0.0.1 only, sends no analytics and works with no internet.
-- Data (runs, pages, leases of slots) is in the folder of `flows.installation` and survives a restart. With
+- Data (runs, pages, leases of slots) is in the folder of `flows.service.installation` and survives a restart. With
   `PREFECT_SERVER_DATABASE_CONNECTION_URL` set, the database is that one (PostgreSQL).
 - Children end when this process does, by kill -9 too.
 - What the pages say becomes true again: a run whose process is gone, whatever took it, is scheduled again, goes on from
@@ -31,11 +31,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from flows import installation
-from flows.deploy_settings import DeploySettings, read_settings
-from flows.local_server import NoServer, check_port, quiet_prefect, server_command, with_this_package
-from flows.pages import BROWSER
+from flows.flow_run.pages import BROWSER
 from flows.runners.process import die_with
+from flows.service import installation
+from flows.service.deploy_settings import DeploySettings, read_settings
+from flows.service.local_server import NoServer, check_port, quiet_prefect, server_command, with_this_package
 from flows.signals import SIGNALS, interrupting
 
 PORT = 4200
@@ -136,7 +136,7 @@ def up(settings_file: Path | None, *, port: int, browser_port: int, runs: int) -
     """Start everything, and return when asked to stop (the exit code: 0).
 
     Args:
-        settings_file: of `flows.deploy_settings`.
+        settings_file: of `flows.service.deploy_settings`.
         port: of the server; 0 for any that is free.
         browser_port: of the lineage browser; 0 for any that is free.
         runs: flow runs that the worker runs at once.
@@ -192,7 +192,7 @@ class _Installation:
     def _environment(self) -> dict[str, str]:
         """The environment of all children: the user's, without what leads to another Prefect, and without the
         webhook's address, which is in a block by then and no business of stages."""
-        from flows.automations import HEARTBEAT_SECONDS, WEBHOOK
+        from flows.service.automations import HEARTBEAT_SECONDS, WEBHOOK
 
         left_out = ("PREFECT_PROFILE", "PREFECT_API_KEY", WEBHOOK)
         ours = {name: value for name, value in os.environ.items() if name not in left_out}
@@ -276,7 +276,7 @@ class _Installation:
 
     def _stop_runs(self) -> None:
         """Have the runs that the worker has left save and end: a worker that is told to stop does not wait for them."""
-        from flows.reconcile import flow_processes
+        from flows.service.reconcile import flow_processes
 
         end = time.monotonic() + WORKER_STOP_SECONDS
         told: set[int] = set()
@@ -296,13 +296,13 @@ class _Installation:
             work(**options)
 
     def _deploy(self) -> None:
-        from flows.deploy import deploy, lines
+        from flows.service.deploy import deploy, lines
 
         for line in lines(asyncio.run(deploy(self.settings)), self.settings):
             print(line, flush=True)
 
     def _reconcile(self, at_once: bool = False) -> None:
-        from flows.reconcile import reconcile
+        from flows.service.reconcile import reconcile
 
         try:
             self._missing = reconcile(self.settings.work_pool, None if at_once else self._missing)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flows import figures
-from flows.listing import print_json
+from flows.command.listing import print_json
 from flows.names import UnknownName, resolve
 from flows.plan import cache_path
 from flows.sources import find_files

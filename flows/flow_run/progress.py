@@ -21,8 +21,8 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.runtime import flow_run
 
-from flows.display import Board, Line, says
-from flows.pages import page_key
+from flows.command.display import Board, Line, says
+from flows.flow_run.pages import page_key
 
 EVERY = 3.0  # seconds between two updates of a page
 

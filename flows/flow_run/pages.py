@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows import figures, summary
-from flows.curves import draw_curves
+from flows import figures
+from flows.command import summary
+from flows.flow_run.curves import draw_curves
 from flows.lineage.graph import trace
 from flows.lineage.render import mermaid, tree
 from stages.artifacts import Store

@@ -1,9 +1,9 @@
-"""A flow run's process: Prefect's engine, with what it prints in a log file. A worker starts `python -m flows.engine`.
+"""A flow run's process: Prefect's engine, with what it prints in a log file. A worker starts it as a module.
 
 A worker reads its runs' output through a pipe. When the worker dies the pipe breaks, and Prefect's console, writing the
 next warning, ends the run. So the output goes to a file of the run's own, and a run outlives its worker. It outlives
-the loss of its deployment's slot too (`flows.slots`). It stands in a process group of its own: Ctrl-C in the worker's
-terminal reaches the worker alone, which tells the run to stop once.
+the loss of its deployment's slot too (`flows.flow_run.slots`). It stands in a process group of its own: Ctrl-C in the
+worker's terminal reaches the worker alone, which tells the run to stop once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import warnings
 from pathlib import Path
 
-from flows.installation import home
+from flows.service.installation import home
 
 KEPT_SECONDS = 14 * 86400.0
 
@@ -33,7 +33,7 @@ def main() -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    from flows.slots import outlive_lost_slots
+    from flows.flow_run.slots import outlive_lost_slots
 
     outlive_lost_slots()
     warnings.filterwarnings("ignore", message=".*prefect.engine.*found in sys.modules", category=RuntimeWarning)

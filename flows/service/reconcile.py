@@ -8,8 +8,8 @@ Invariants:
 - A run is only touched when its process was missing at two looks in a row, or everything has been stopped.
 - One that somebody had cancelled is Cancelled; any other is scheduled again and goes on from what is saved, up to
   `ATTEMPTS` attempts, then it is Crashed.
-- A stage that another flow asked for (`flows.stage_deployments`) is left alone: that flow notices its loss, and makes a
-  new attempt.
+- A stage that another flow asked for (`flows.service.stage_deployments`) is left alone: that flow notices its loss, and
+  makes a new attempt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import AwaitingRetry, Cancelled, Crashed, State
 
-from flows.stage_deployments import FLOW
+from flows.service.stage_deployments import FLOW
 
 ATTEMPTS = 3
 PENDING_SECONDS = 90.0  # that a worker may take to start a process
@@ -104,7 +104,7 @@ def flow_processes(api: str = "") -> dict[str, int] | None:
             continue
         try:
             folder = processes / entry.name
-            if b"flows.engine" not in (folder / "cmdline").read_bytes():
+            if b"flows.service.engine" not in (folder / "cmdline").read_bytes():
                 continue
             pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
             environment = dict(pair.partition("=")[::2] for pair in pairs)

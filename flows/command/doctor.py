@@ -16,11 +16,11 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from flows import installation
-from flows.listing import print_json
-from flows.local_server import configured_api, quiet_prefect, without_user
+from flows.command.listing import print_json
 from flows.runners.engine_checks import check_engine
 from flows.runners.gpus import visible_gpus
+from flows.service import installation
+from flows.service.local_server import configured_api, quiet_prefect, without_user
 from stages.artifacts import FolderStore, StoreError, open_cache, open_store
 from stages.artifacts.check import Check, check_store
 

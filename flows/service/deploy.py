@@ -1,4 +1,4 @@
-"""The verb `deploy`: what an installation has in Prefect, made by code and made again without doubles.
+"""What an installation has in Prefect, made by code and made again without doubles.
 
 The model: `deploy` brings a server to what the settings say: a work pool, the deployments `headrace/pipeline`,
 `nightly/REF` for each reference that is retrained, `promote/promote`, `verify/verify` and `gc/gc`, where the settings
@@ -35,16 +35,16 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.flows import Flow
 
-from flows.automations import apply_automations
 from flows.chores import gc, promote, verify
-from flows.deploy_form import form
-from flows.deploy_settings import DeploySettings
+from flows.flow_run.slots import STEPS, gpu_limit_name
 from flows.nightly import nightly
 from flows.pipeline import pipeline
 from flows.recipe_model import Recipe
 from flows.runners.gpus import visible_gpus
-from flows.slots import STEPS, gpu_limit_name
-from flows.stage_deployments import deploy_stages
+from flows.service.automations import apply_automations
+from flows.service.deploy_form import form
+from flows.service.deploy_settings import DeploySettings
+from flows.service.stage_deployments import deploy_stages
 
 TAG = "headrace"
 
@@ -180,11 +180,11 @@ def _job_variables(settings: DeploySettings, pool_type: str) -> dict[str, Any]:
     settings, with the Python that deployed it."""
     if pool_type != "process":
         return {}
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return {
         "working_dir": str(settings.folder),
-        "command": f"{sys.executable} -P -m flows.engine",
+        "command": f"{sys.executable} -P -m flows.service.engine",
         "env": {"PYTHONPATH": path},
     }
 
@@ -198,7 +198,7 @@ async def _remove_old(client: PrefectClient, wanted: set[str]) -> None:
 
 
 async def _limits(client: PrefectClient, settings: DeploySettings) -> None:
-    """The concurrency limits that `flows.slots` respects; one that is no longer wanted is switched off."""
+    """The concurrency limits that `flows.flow_run.slots` respects; one that is no longer wanted is switched off."""
     here = len(visible_gpus())
     wanted = {gpu_limit_name(): here} if here else {}
     wanted |= {gpu_limit_name(host): count for host, count in settings.gpus.items()}

@@ -1,0 +1,1 @@
+"""The verbs of the `headrace` command, which `flows.cli` dispatches to, and what they print."""
