@@ -277,7 +277,7 @@ def test_the_prefect_server_of_a_killed_run_ends_by_itself(folder: Path) -> None
 
 def test_a_server_whose_run_is_gone_ends_also_where_its_own_end_hangs() -> None:
     program = (
-        "import signal, threading, time\nfrom flows import local_server\n"
+        "import signal, threading, time\nfrom flows.service import local_server\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nlocal_server.STOP_SECONDS = 0.2\n"
         "threading.Thread(target=local_server._end_with_parent, daemon=True).start()\ntime.sleep(60)"
     )
