@@ -11,15 +11,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import stages
+from flows.endings import StepResult
 from flows.plan import Plan
 from stages.artifacts import Damaged, Store, StoreError, processes, read_run, write_run
-
-if TYPE_CHECKING:
-    from flows.endings import StepResult
-
 
 HEARTBEAT = 60.0  # seconds
 
