@@ -120,7 +120,7 @@ def source_hash(source: bytes) -> str:
         CodeError: it is not Python.
     """
     try:
-        return _summary(ast.parse(source)).sha256
+        return _summary(_tree(source)).sha256
     except (SyntaxError, ValueError, RecursionError) as error:
         raise CodeError(f"not valid Python: {error}") from None
 
@@ -171,7 +171,7 @@ def needs_torch(stage: str, python_path: Iterable[Path]) -> bool:
     if found is None or found.file is None:
         return True
     try:
-        tree = ast.parse(found.file.read_bytes())
+        tree = _tree(found.file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return True
     for node in tree.body:
@@ -307,6 +307,7 @@ class _Module:
 
 _cache: dict[Path, tuple[tuple[int, int, int], _Module]] = {}
 _cache_lock = threading.Lock()
+_one_tree = threading.Lock()
 
 
 def _parse(found: _Found) -> _Module:
@@ -327,7 +328,7 @@ def _parse(found: _Found) -> _Module:
     except OSError as error:
         raise CodeError(f"cannot read {found.file}: {explained(error)}") from error
     try:
-        module = _summary(ast.parse(source, filename=str(found.file)))
+        module = _summary(_tree(source))
     except SyntaxError as error:
         raise CodeError(f"{found.file}:{error.lineno or 1}: not valid Python: {error.msg}") from None
     except (ValueError, RecursionError) as error:  # null bytes, or nested beyond reason
@@ -337,6 +338,16 @@ def _parse(found: _Found) -> _Module:
         with _cache_lock:
             _cache[found.file] = (mark, module)
     return module
+
+
+def _tree(source: bytes) -> ast.Module:
+    """`ast.parse`, in one thread at a time.
+
+    Some releases of Python (3.11.7 is one) count the depth of the trees of all threads as one, and fail where the
+    garbage collector lets another thread in between.
+    """
+    with _one_tree:
+        return ast.parse(source)
 
 
 def _summary(tree: ast.Module) -> _Module:

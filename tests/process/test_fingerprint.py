@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stages.fingerprint import CodeError, Fingerprint, difference, stage_fingerprint, stage_key, user_fingerprint
+from stages.fingerprint import (
+    CodeError,
+    Fingerprint,
+    difference,
+    source_hash,
+    stage_fingerprint,
+    stage_key,
+    user_fingerprint,
+)
 
 FILES = {
     "lab/__init__.py": "",
@@ -325,3 +336,18 @@ def test_a_stage_key_depends_on_every_part_and_not_on_order() -> None:
         assert stage_key(**(parts | change)) != key
     with pytest.raises(ValueError):
         stage_key(**(parts | {"identity": {"beta": float("nan")}}))
+
+
+def test_code_is_hashed_in_several_threads_while_the_collector_lets_them_take_turns() -> None:
+    source = b"x = [" + b"(1, (2, (3, 4))), " * 400 + b"]"
+    before = gc.get_threshold()
+    pause = lambda phase, info: time.sleep(0.0001)  # noqa: E731 (gives the turn to another thread)
+    gc.callbacks.append(pause)
+    gc.set_threshold(200)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            hashes = list(pool.map(source_hash, [source] * 16))
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(pause)
+    assert len(set(hashes)) == 1
