@@ -39,6 +39,7 @@ from flows.runners.base import Handle, Runner, RunnerError
 from flows.runners.container_files import SPEC
 from flows.runners.relay import Beats, Channel
 from stages.artifacts import StoreError, open_store
+from stages.artifacts.variables import seconds_of
 from stages.contract import ExitCode, StageSpec
 
 FLOW = "stage"
@@ -57,16 +58,10 @@ def lost_seconds() -> float:
     Raises:
         RunnerError: the variable is not a number of seconds.
     """
-    text = os.environ.get("HEADRACE_LOST_SECONDS", "")
     try:
-        value = float(text) if text else LOST_SECONDS
-    except ValueError:
-        value = 0.0
-    if not ALIVE_SECONDS < value <= 86400:
-        raise RunnerError(
-            f"HEADRACE_LOST_SECONDS is {text!r}; give seconds, more than {ALIVE_SECONDS:.0f}, or unset it"
-        )
-    return value
+        return seconds_of("HEADRACE_LOST_SECONDS", LOST_SECONDS, least=ALIVE_SECONDS + 1.0)  # room for a sign of life
+    except StoreError as error:
+        raise RunnerError(str(error)) from None
 
 
 def deployment_of(stage: str) -> str:

@@ -18,7 +18,6 @@ service" (OSDI 2006).
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import platform
 import re
@@ -34,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stages.artifacts import processes
 from stages.artifacts.store import Damaged, NotInStore, Store, StoreError, leave_out
+from stages.artifacts.variables import seconds_of
 
 GC_KEY = hashlib.sha256(b"gc").hexdigest()  # the key of the lease under which a gc removes things
 GC_STEP = "gc"  # of that lease, while nothing that the gc has looked at waits to be removed
@@ -293,14 +293,7 @@ def lease_seconds() -> float:
     Raises:
         StoreError: the variable is not a number from 1 to 86400.
     """
-    text = os.environ.get("HEADRACE_LEASE_SECONDS", "")
-    try:
-        value = float(text) if text else LEASE_SECONDS
-    except ValueError:
-        value = math.nan
-    if not 1.0 <= value <= 86400.0:
-        raise StoreError(f"HEADRACE_LEASE_SECONDS is {text!r}; give a number of seconds from 1 to 86400, or unset it")
-    return value
+    return seconds_of("HEADRACE_LEASE_SECONDS", LEASE_SECONDS, least=1.0)
 
 
 def read_lease(store: Store, key: str) -> LeaseRecord | None:

@@ -7,15 +7,13 @@ wait, so its processes try again for minutes, and say so: once when a store is a
 from __future__ import annotations
 
 import logging
-import math
-import os
 import random
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from stages.artifacts.store import StoreError
+from stages.artifacts.variables import seconds_of
 
 WAIT_SECONDS = 600.0
 _PAUSE = 5.0  # seconds between two attempts, at most
@@ -38,17 +36,10 @@ def wait_for_stores(tell: Callable[[str], None] = _LOG.warning) -> None:
         tell: is given a sentence when a store is away, and when it is back.
 
     Raises:
-        StoreError: the variable is no number of seconds.
+        StoreError: the variable is no number of seconds from 0 to 86400.
     """
     global _seconds, _tell
-    text = os.environ.get("HEADRACE_STORE_WAIT", "").strip()
-    try:
-        seconds = float(text) if text else WAIT_SECONDS
-    except ValueError:
-        seconds = math.nan
-    if not 0.0 <= seconds <= 86400.0:
-        raise StoreError(f"HEADRACE_STORE_WAIT is {text!r}; give a number of seconds from 0 to 86400, or unset it")
-    _seconds, _tell = seconds, tell
+    _seconds, _tell = seconds_of("HEADRACE_STORE_WAIT", WAIT_SECONDS, least=0.0), tell
     _enough.clear()
 
 
