@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+from botocore.exceptions import ClientError
 
 ADMIN = ("test-admin", "test-admin-secret")
 READER = ("test-reader", "test-reader-secret")  # may list and read, not write
@@ -53,6 +54,7 @@ class Server:
         """Start it once more after it was stopped, at the same address and with the same data."""
         self.process = _run(self.command, self.folder)
         _wait(self)
+        _wait_for_objects(self)
 
 
 def binary() -> Path:
@@ -104,6 +106,21 @@ def _wait(server: Server) -> None:
             server.process.kill()
             raise RuntimeError(f"the S3 server did not start: {(server.folder / 'server.log').read_text()[-2000:]}")
         time.sleep(0.1)
+
+
+def _wait_for_objects(server: Server) -> None:
+    """Wait until what was stored can be read: the server answers before its volumes have told where they are."""
+    boto, limit = client(server), time.monotonic() + 60
+    for bucket in boto.list_buckets()["Buckets"]:
+        for item in boto.list_objects_v2(Bucket=bucket["Name"], MaxKeys=1).get("Contents", []):
+            while True:
+                try:
+                    boto.get_object(Bucket=bucket["Name"], Key=item["Key"])["Body"].read()
+                    break
+                except ClientError:
+                    if time.monotonic() > limit:
+                        raise
+                    time.sleep(0.2)
 
 
 def _identity(name: str, keys: tuple[str, str], actions: list[str]) -> dict[str, object]:
