@@ -10,8 +10,8 @@ Invariants:
   keeps tells, is replaced: the SHA-256 where it is looked up alone, the MD5 (ETag) where it is listed with others. That
   costs no request and no reading: of a file whose hash is remembered, a listing tells no more than the size.
 - The first request of a process looks at the bucket, with little patience: a wrong address, bucket or credential is
-  reported within seconds. Later ones wait out half a minute of overload, and those of
-  runs (`stages.artifacts.patience`) ten minutes of a bucket that is away.
+  reported within seconds. Later ones wait out half a minute of overload, and those of runs ten minutes of a bucket
+  that is away (`stages.artifacts.patience`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from stages.artifacts.manifest import check_path
 from stages.artifacts.patience import patiently
 from stages.artifacts.store import Damaged, FullStore, NotInStore, ReadOnlyStore, StoreError
 
-ATTEMPTS = 8  # with adaptive waiting in between: half a minute of SlowDown; other failures are tried again within seconds
+ATTEMPTS = 8  # with adaptive waiting in between: half a minute of SlowDown, seconds of other failures
 CONNECT_SECONDS = 10
 READ_SECONDS = 60
 CONNECTIONS = 32
